@@ -26,8 +26,8 @@ from benchmarks.timing import Machine, Timer, start
 
 PAGE_SIZE, HEAD_DIM, KV_HEADS = 16, 128, 8
 POSITIONS = 1 << 16
-SCALE = 0.1  # of the 8-bit cache, for K and V
-# of a peer's output from ours, relative; most of the second comes from rounding to 8 bits
+SCALE = 0.1  # for K and V of the 8-bit cache
+# relative difference of a peer's output from ours; most of the second comes from rounding to 8 bits
 LARGEST_DIFFERENCE = {torch.bfloat16: 2e-2, torch.float8_e4m3fn: 5e-2}
 PEERS = ("vLLM", "FlashInfer")
 COLUMNS = (

@@ -29,7 +29,7 @@ from benchmarks.report import asked_peers, number, options, save, table, wanted
 
 BATCH, NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 256, 32, 8, 128, 16
 LATENT, ROTATED = 512, 64  # columns of MLA
-CALLS = 50  # of a round
+CALLS = 50  # per round
 PEERS = ("FlashInfer",)  # on a GPU
 # replaced on a CPU
 LIBRARY = ("plan_level", "run", "set_variant_params", "append_kv", "append_qkv", "sample")

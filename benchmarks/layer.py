@@ -29,7 +29,7 @@ from benchmarks.report import asked_peers, fastest_of, number, options, ratio, t
 from benchmarks.timing import Launch, Machine, Timer, start
 
 PEERS = ("FA3", "FlashInfer")
-LAYERS = 8  # of one graph
+LAYERS = 8  # in one graph
 PRODUCT = (4096, 14336)  # for a layer of 8B parameters
 PRODUCT_ROWS = {True: 16, False: 512}  # decodes, prompts
 

@@ -17,7 +17,7 @@ from attn_backend.cli.picture import FAINT, INK, Rectangles, add_axes, new_figur
 
 PRODUCT, SOFTMAX, COPY = 512, 1000, 450  # cycles
 TILES = 4  # KV tiles
-STAGES = 5  # of the ring, each a K or a V tile
+STAGES = 5  # in the ring, each a K or a V tile
 LANES = ("copies", "tensor cores", "consumer 0", "consumer 1")
 COLORS = {"K": "#9ecae1", "V": "#c7e9c0", "QK": "#6baed6", "PV": "#74c476", "softmax": "#fdae6b"}
 

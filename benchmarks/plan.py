@@ -25,7 +25,7 @@ from benchmarks.timing import Launch, Timer, capture, device_time
 PAGE_SIZE = 16
 MAX_ROWS = 8192
 MAX_BATCH = 512
-NUM_GROUPS = 8  # of a two-level tree
+NUM_GROUPS = 8  # in a two-level tree
 PLANS_IN_GRAPH = 20
 COLUMNS = [
     "case",

@@ -35,7 +35,7 @@ PEERS: dict[str, dict[str, Callable[[SharedBatch], Run]]] = {  # and their colum
 }
 PEER_COLUMNS = [column for columns in PEERS.values() for column in columns]
 OURS = ("hand-made", "automatic", "off")
-LAYERS = 32  # of a model's step share one plan
+LAYERS = 32  # layers of a model that share one plan in a step
 
 
 def measure_shared(

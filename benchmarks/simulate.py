@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 PAGE_SIZE = 16
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 NUM_CTAS = 132
-TOKEN_BUDGET = 8192  # of a step
+TOKEN_BUDGET = 8192  # per step
 MAX_CONVERSATION = 8192  # tokens; longer conversations are cut
 # of ShareGPT under SmolLM2's tokenizer: gives the means and quantiles of prompts and answers within about 7 %
 CHARACTERS_PER_TOKEN = 4.2

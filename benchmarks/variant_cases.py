@@ -55,7 +55,7 @@ class Meaning:
     window: int = 0
     is_alibi: bool = False
     sinks: Tensor | None = None
-    bias: float = 0.0  # of sigmoid
+    bias: float = 0.0  # of the sigmoid
     # rows of Q or K [rows, heads, head_dim], and their positions
     rotate: Callable[[Tensor, Tensor], Tensor] | None = None
     scales: tuple[Tensor, Tensor] | None = None  # float32 [num_kv_heads] each: factors of K and V

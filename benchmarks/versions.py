@@ -36,7 +36,7 @@ Make = Callable[[ModuleType], Launch]
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
 SKEWED = [128, 4000, 300, 900, 16000, 64, 2000, 700] * 2
 PLANS = 20  # in one graph
-NUM_GROUPS = 8  # of a two-level tree
+NUM_GROUPS = 8  # in a two-level tree
 # batch, vocab
 DRAWS = (
     [(batch, 32000) for batch in (1, 8, 32, 128, 256)]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from attn_backend import Attention, BSRView, KVCache, PageTable, append_kv
 
-MAX_ROWS = 8192  # of a step: at least --max-prefill-length and the running requests
+MAX_ROWS = 8192  # per step: at least --max-prefill-length plus the running requests
 MAX_BATCH = 512  # requests of a step, including those that pad a CUDA graph's batch
 
 

@@ -22,7 +22,7 @@ import torch
 from attn_backend import Attention, BSRView, KVCache, PageTable, append_kv
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 8, 2, 64, 16
-KV_LENS = [40, 7, 100]  # with the new token of each request
+KV_LENS = [40, 7, 100]  # including the new token of each request
 
 
 def arrays() -> dict[str, numpy.ndarray[Any, Any]]:

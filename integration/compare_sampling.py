@@ -31,8 +31,8 @@ from integration.command_line import Comparison, comparison_parser, exit_with, s
 from integration.engines import ENGINES, Engine, Launch, Sampling
 from integration.server import running_server
 
-DIFFERENT_SEEDS_DIFFER = 0.9  # of the answers, at least
-CHECKED_TOKENS = 32  # of each answer that a benchmark checks
+DIFFERENT_SEEDS_DIFFER = 0.9  # minimum share of the answers
+CHECKED_TOKENS = 32  # per answer that a benchmark checks
 ANSWERS = ("one_at_a_time", "again", "at_once", "other_seeds")  # names of the four sets in reports
 Answers = list[list[int]]
 

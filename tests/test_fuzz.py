@@ -182,10 +182,10 @@ def spoiled(call: Call) -> Call:
 
     def function(**given: Any) -> Any:
         result = call.function(**given)
-        if result is None:  # of append_kv
+        if result is None:  # from append_kv
             first = given["kv"].v[0, 0, 0, :1]
             first.copy_(-1 - first.nan_to_num())
-        elif isinstance(result, torch.Tensor) and result.dtype == torch.int32:  # of selected_slots
+        elif isinstance(result, torch.Tensor) and result.dtype == torch.int32:  # from selected_slots
             result.add_(1)
         elif isinstance(result, torch.Tensor):
             with torch.no_grad():  # 8-bit values by more than rounding may

@@ -32,7 +32,7 @@ import attn_backend.flashinfer as ours
 
 OPTIONS = json.loads(os.environ["FLASHINFER_SUITE"])
 ON_CPU = OPTIONS["device"] == "cpu"
-MAX_CPU_BYTES = 8 * 2**30  # of memory on a CPU: references of large cases exceed a machine's memory
+MAX_CPU_BYTES = 8 * 2**30  # memory limit on a CPU: references of large cases exceed a machine's memory
 GPU_MEMORY = OPTIONS["gpu_memory"]
 TOO_LARGE = "too large"
 NOT_SUPPORTED = "is not supported by attn_backend.flashinfer"

@@ -18,7 +18,7 @@ from integration.command_line import one_of
 from integration.tiny_models.families import FAMILIES, Family
 from integration.tiny_models.questions import Answer, write_answers
 
-TAIL_LINES = 40  # of a log, after a failure
+TAIL_LINES = 40  # printed from a log after a failure
 LONGEST_LINE = 1000  # SGLang prints all its arguments in one line of 20 kB
 
 

@@ -113,7 +113,7 @@ def _halves(weight: Tensor) -> Tensor:
 def start(family: Family, folder: Path) -> Any:
     """SGLang's engine."""
     os.environ |= {"HF_HUB_OFFLINE": "1"}
-    if ON_CPU:  # in its processes, too
+    if ON_CPU:  # also in its processes
         os.environ |= {
             "SGLANG_USE_CPU_ENGINE": "1",
             "PYTHONPATH": os.pathsep.join((str(SHIMS), os.environ.get("PYTHONPATH", ""))),

@@ -163,7 +163,7 @@ def test_ctas_that_start_after_the_wait(library: ctypes.CDLL, poison: int) -> No
         logits = torch.from_numpy(rng.standard_normal((batch, vocab)).astype(numpy.float32)) * 2
         given = {"seed": torch.from_numpy(rng.integers(0, 2**62, batch)), "position": 0, "temperature": 1.0}
         order = rng.permutation(ctas).tolist() if step % 2 else None
-        # by a wait that expired: senders give up if they run before the receiver
+        # closed by an expired wait: senders give up if they run before the receiver
         closed = workspace.view(torch.int32)[:batch] < 0
         samples = sampling.sample(
             logits, unfiltered=True, workspace=workspace, ctas=ctas, run_seed=step, order=order, **given

@@ -23,7 +23,7 @@ class Batch:
     """Requests over latents. With `spare`, the page table has one page more than each request needs."""
 
     q: Tensor  # [rows, heads, 576]
-    rows: list[Tensor]  # of each request, [tokens, 576]
+    rows: list[Tensor]  # for each request: [tokens, 576]
     cache: Tensor  # [pages, page_size, 576]
     qo_indptr: Tensor
     kv_indptr: Tensor

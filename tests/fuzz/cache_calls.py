@@ -44,7 +44,7 @@ def append_call(rng: numpy.random.Generator, case: case_tensors.Case) -> Call:
     # K and V are slices of one tensor, as a projection returns them
     fused = torch.randn(shape, device=device, generator=generator).to(spec.dtype)
     k, v = fused[:, : kv.num_kv_heads], fused[:, kv.num_kv_heads :]
-    if rng.random() < 0.3:  # of different strides
+    if rng.random() < 0.3:  # with different strides
         v = v.contiguous()
     arguments: Arguments = {
         "k": k,

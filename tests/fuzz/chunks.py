@@ -78,7 +78,7 @@ class Chunk:
     next: int
     last: int
     pid: int = 0  # 0: there is no process
-    process: subprocess.Popen[bytes] | None = None  # that was begun anew
+    process: subprocess.Popen[bytes] | None = None  # a newly started process
     events: BinaryIO | None = None
     errors: BinaryIO | None = None  # the process's standard error
     first: int = 0  # the first call of the process

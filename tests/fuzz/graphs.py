@@ -21,7 +21,7 @@ from .attention_calls import MAX_BATCH, heads_of, object_options, once, small_sp
 from .call import Call
 from .steps import Arguments, check_result
 
-MAX_ROWS, MAX_TOKENS = 90, 8 * 160  # of a batch
+MAX_ROWS, MAX_TOKENS = 90, 8 * 160  # per batch
 GARBAGE = -(2**31)
 
 

@@ -13,7 +13,7 @@ import torch
 from . import attention_calls, cache_calls, graphs, sampling_calls, selection_calls
 from .call import Call
 
-CALLS = 10  # of a scenario
+CALLS = 10  # per scenario
 
 Scenario = Callable[[numpy.random.Generator, torch.device], Iterator[Call]]
 

@@ -98,7 +98,7 @@ class Problem:
     qkv: Tensor  # [tokens and some more, heads of Q, K and V, head_dim]
     num_qo_heads: int
     kv: KVCache
-    storage: Tensor  # of the cache, plus one page
+    storage: Tensor  # the cache's memory, plus one page
     slots: Tensor
     positions: Tensor
     rotary: Rotary | None

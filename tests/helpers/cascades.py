@@ -44,7 +44,7 @@ class Cascade:
         index = lambda values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
         rows = [[0] * len(of_level) for of_level in lens]
         positions, requests = [], []
-        self.slots: list[Tensor] = []  # of the tokens of each row's request
+        self.slots: list[Tensor] = []  # slots of the tokens of each row's request
         for request, (path, qo_len) in enumerate(zip(paths, qo_lens, strict=True)):
             for level, group in enumerate(path):
                 rows[level][group] += qo_len

@@ -48,7 +48,7 @@ class Memory:
     v_slots: Tensor
     kv: KVCache
     page_size: int
-    pages: list[list[int]]  # of each segment
+    pages: list[list[int]]  # for each segment
     slots: list[Tensor]  # int64, for each segment: the slots of its tokens
 
     def table(self, rng: numpy.random.Generator, segments: list[int]) -> PageTable:
@@ -397,7 +397,7 @@ def cascade_problem(
 ) -> Problem:
     """Requests in groups with a common prefix, the groups in larger groups."""
     causal = bool(rng.random() < 0.8)
-    paths: list[tuple[int, ...]] = [()]  # of each request: its segment in each level
+    paths: list[tuple[int, ...]] = [()]  # for each request: its segment in each level
     lens: list[int] = []
     for level in range(num_levels):
         grown = []

@@ -100,7 +100,7 @@ class Batch:
     v: Tensor
     cache: Tensor  # [pages, 2, page_size, num_kv_heads, head_dim]
     qo_indptr: Tensor
-    kv_indptr: Tensor  # of k and v
+    kv_indptr: Tensor  # for k and v
     page_indptr: Tensor
     page_indices: Tensor
     last_page_len: Tensor

@@ -14,7 +14,7 @@ from torch import Tensor
 DTYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(DTYPE).max
 HALF_UNIT = 2.0**-4  # for a normal number, relative to it
-HALF_LEAST = 2.0**-10  # of a subnormal number
+HALF_LEAST = 2.0**-10  # for a subnormal number
 
 
 def out_of_8_bits(case: case_tensors.Case) -> Tensor:

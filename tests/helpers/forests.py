@@ -39,7 +39,7 @@ class Batch:
     page_size: int
     qo_lens: list[int]
     kv_lens: list[int]
-    pages: list[list[int]]  # of each request
+    pages: list[list[int]]  # for each request
     num_pages: int
     causal: bool = True
     window_left: int = -1

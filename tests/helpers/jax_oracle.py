@@ -76,7 +76,7 @@ def paged_attention(
             jnp.asarray([0, seeing], dtype=jnp.int32),
             jnp.asarray([1], dtype=jnp.int32),
             sm_scale=head_dim**-0.5 if sm_scale is None else sm_scale,
-            sliding_window=None if window_left < 0 else window_left + 1,  # with the row's own token
+            sliding_window=None if window_left < 0 else window_left + 1,  # includes the row's own token
             soft_cap=logits_soft_cap or None,
         )
         results[-1][qo_len - seeing :] = torch.from_numpy(numpy.array(o))

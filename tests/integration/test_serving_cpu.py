@@ -166,7 +166,7 @@ def test_drafts_change_no_token(served, smollm2, tmp_path):
         with running_server(served.engine, launch, tmp_path / f"{name}.log", timeout_s=600) as url:
             before = served.engine.drafts(url)
             got = answers(url)
-            counted = served.engine.drafts(url) - before  # by which compare_speculation goes
+            counted = served.engine.drafts(url) - before  # compare_speculation uses these
         assert counted.passes == sum(answer["meta_info"]["spec_verify_ct"] for answer in got)
         assert counted.gained == len(TEXTS) * (DRAFTED_TOKENS - 1)
         assert [answer["output_ids"] for answer in got] == expected, name

@@ -289,7 +289,7 @@ def test_a_client_waits_until_it_is_released(tmp_path):
     engine = FakeEngine(tmp_path)
     workload = Workload(1, 1, "load", tmp_path)
     go = tmp_path / "go"
-    go.touch()  # of an earlier run
+    go.touch()  # left by an earlier run
     model = Model("none", tmp_path, True)
     client = RunningClient(
         engine,

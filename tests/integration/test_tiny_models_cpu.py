@@ -19,7 +19,7 @@ from integration.tiny_models.compare import LARGEST, difference, program_of, run
 from integration.tiny_models.families import FAMILIES, matrix
 from integration.tiny_models.questions import Answer, largest_difference
 
-LONGEST_S = 900  # of a program
+LONGEST_S = 900  # per program
 
 SERVED = [
     pytest.param(engine, name, id=f"{engine}-{name}")

@@ -59,7 +59,7 @@ def test_what_is_cut_anywhere_is_no_cubin() -> None:
 def test_a_cubin_whose_table_comes_first_is_cut_in_its_sections() -> None:
     whole = bytearray(cubin(b"code" * 100))
     table = whole[-3 * 64 :]
-    table[64 + 24 : 64 + 32] = (64 + len(table)).to_bytes(8, "little")  # where the section lies
+    table[64 + 24 : 64 + 32] = (64 + len(table)).to_bytes(8, "little")  # offset of the section
     whole[40:48] = (64).to_bytes(8, "little")
     whole[64:] = table + b"code" * 100
     assert compilers.damage(bytes(whole)) == ""

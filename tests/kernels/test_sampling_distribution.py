@@ -101,7 +101,7 @@ def test_rows_of_many_segments(device: torch.device, settings: dict[str, Any]) -
 )
 def test_from_probs(device: torch.device, settings: dict[str, Any]) -> None:
     logits = torch.randn(24, generator=torch.Generator().manual_seed(10)) * 2
-    probs = torch.softmax(logits, -1) * 3  # not normalised
+    probs = torch.softmax(logits, -1) * 3  # not normalized
     samples = sample_from_probs(
         probs.to(device).expand(DRAWS, -1), seed=torch.arange(DRAWS, device=device), **settings
     )

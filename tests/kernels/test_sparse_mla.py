@@ -189,7 +189,7 @@ def test_layers_that_select_fewer_than_were_planned(
     cache = torch.randn(1500, 1, 576, generator=generator).bfloat16().to(device)
     q = torch.randn(rows, heads, 576, generator=generator).bfloat16().to(device)
     attn = attention(device, rows, heads, cascade=False, batch_invariant=batch_invariant, num_ctas=13)
-    slots = torch.full((rows, topk), 10**6, dtype=torch.int32, device=device)  # of a step before
+    slots = torch.full((rows, topk), 10**6, dtype=torch.int32, device=device)  # left by a previous step
     attn.plan(BSRView.selected(slots, torch.tensor(PLANNED, device=device)))
     indices, out, lse = (
         torch.empty_like(slots),

@@ -178,7 +178,7 @@ def over_pairs(
 
 # ---- Traced functions ----
 
-REQUESTS, HEADS, TOKENS = 24, 8, 1024  # of batches for functions with tensors
+REQUESTS, HEADS, TOKENS = 24, 8, 1024  # limits of batches for functions with tensors
 
 
 @cache
@@ -380,7 +380,7 @@ def _cpp() -> list[Entry]:
         def key(k: Tensor, at: oracle.Pairs) -> Tensor:
             return k * args["key_scale"].double()[: len(k), None, None]
 
-        def value(v: Tensor, at: oracle.Pairs) -> Tensor:  # neighbours are pairs
+        def value(v: Tensor, at: oracle.Pairs) -> Tensor:  # neighbors are pairs
             column = torch.arange(v.shape[-1])
             return v * 0.5 + 0.125 * (column % 4 + column % 2 * (at.token[:, None] % 3))
 

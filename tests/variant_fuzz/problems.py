@@ -23,7 +23,7 @@ from attn_backend import Attention, BSRView, Composition, KVCache
 from .arguments import Args, Sizes
 from .catalogue import Entry
 
-ROUNDING = 2e-6  # of a float32 after a dozen operations
+ROUNDING = 2e-6  # error of a float32 after a dozen operations
 
 
 @dataclass(frozen=True)

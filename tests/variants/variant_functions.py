@@ -20,7 +20,7 @@ from attn_backend.variants import Variant
 # Requests, heads, tokens: coordinates stay below these. SIZES: set by code that loads this file again for
 # larger batches (variant_fuzz/catalogue.py).
 B, H, LENGTH = globals().get("SIZES", (3, 4, 96))
-WIDTH = 12  # of an image, row by row
+WIDTH = 12  # width of an image, row by row
 torch.manual_seed(0)
 
 

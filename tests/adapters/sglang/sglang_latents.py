@@ -50,7 +50,7 @@ class Engine(FakeEngine):
         for layer_id in range(2):
             self.pool.kv_buffer[layer_id].fill_(0x7F if kv_dtype else float("nan"))  # NaN, also in 8 bits
         self.model = nn.ModuleList(SelfAttention(i) for i in range(2))
-        self.latents: dict[tuple[int, int], Tensor] = {}  # of a request in a layer: float64 [tokens, 576]
+        self.latents: dict[tuple[int, int], Tensor] = {}  # for a request in a layer: float64 [tokens, 576]
 
     def runner(self, **changes: object) -> SimpleNamespace:
         config = model_config(

@@ -54,7 +54,7 @@ def server(backend: str | None, architecture: str = "GptOssForCausalLM") -> Any:
     [
         (NAME, "GptOssForCausalLM", "triton"),
         (NAME, "Gemma4ForConditionalGeneration", "triton"),
-        (NAME, "DeepseekV4ForCausalLM", NAME),  # which is not served
+        (NAME, "DeepseekV4ForCausalLM", NAME),  # not served
         ("torch_native", "GptOssForCausalLM", "torch_native"),
         (None, "GptOssForCausalLM", None),
     ],

@@ -23,7 +23,7 @@ from attn_backend.adapters.vllm import compat, dcp, support
 from attn_backend.adapters.vllm.attention import AttnImpl
 from attn_backend.adapters.vllm.metadata import AttnMetadata
 
-HEADS, WIDTH = 3, 64  # of a rank
+HEADS, WIDTH = 3, 64  # per rank
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 Lens = tuple[list[int], list[int]]
