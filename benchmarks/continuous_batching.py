@@ -149,7 +149,7 @@ class Engine:
         self.running: list[Request] = []
         self.returning: deque[tuple[int, Request]] = deque()
         self.steps = 0
-        self.input_tokens = self.found_tokens = 0  # of admitted requests; found in the cache
+        self.input_tokens = self.found_tokens = 0  # of admitted requests; cached
 
     def begin_step(self) -> list[Request]:
         """Schedules a step; returns its requests, with `scheduled` set."""

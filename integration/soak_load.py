@@ -26,7 +26,7 @@ SHORTEST, LONGEST_PREFIX, LONGEST_END = 4, 96, 64
 LONGEST_ANSWER = 128
 PATIENCE = 4
 MOST_ERRORS = 1000  # a dead server refuses each request at once
-BURST_EVERY_S, BURST_S = 60, 15  # with resting workers: how often, and how long, all of them ask
+BURST_EVERY_S, BURST_S = 60, 15  # period and length of bursts, in which resting workers also send
 LONGEST = LONGEST_PREFIX + LONGEST_END + LONGEST_ANSWER
 SCHEMA = {
     "type": "object",

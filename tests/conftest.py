@@ -97,7 +97,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """
     each_kernel = "kernel" in metafunc.fixturenames
     if any("device" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")):
-        return  # of its own
+        return  # has its own parameters
     if "device" in metafunc.fixturenames and each_kernel:
         on_gpu = [
             pytest.param("cuda", kernel, marks=pytest.mark.gpu, id=kernel)

@@ -71,7 +71,7 @@ def parse() -> argparse.Namespace:
         action="store_true",
         help="begin each process anew instead of forking it; always so on a GPU",
     )
-    # of such a process
+    # for such a process
     parser.add_argument(
         "--work", nargs=3, type=int, metavar=("FIRST", "LAST", "EVENTS"), help=argparse.SUPPRESS
     )

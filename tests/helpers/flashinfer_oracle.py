@@ -41,7 +41,7 @@ def attention(
         )
     k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     s = torch.einsum("qhd,khd->qhk", q, k) * (head_dim**-0.5 if sm_scale is None else sm_scale)
-    # of the token from the query
+    # from the query to the token
     distance = torch.arange(kv_len)[None, :] - (torch.arange(q_len) + kv_len - q_len)[:, None]
     if alibi:
         s = s + alibi_slopes(heads).double()[None, :, None] * distance[:, None, :]

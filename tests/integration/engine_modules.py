@@ -120,7 +120,7 @@ class Release:
         """The parameters of "module:name" or "module:Class.name"; None if the function does not exist."""
         module, _, name = path.partition(":")
         found = self.find(module, name)
-        # of a list
+        # the method of a list
         if (
             isinstance(found, ast.Assign)
             and isinstance(found.value, ast.Attribute)

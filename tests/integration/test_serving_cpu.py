@@ -22,12 +22,12 @@ MAX_TOKENS = 16
 LONGEST_PROMPT = 256
 CONCURRENCY = 4
 
-# of sampling
+# sampling
 NUM_SAMPLED = 6
 SAMPLED_TOKENS = 12
 LONGEST_SAMPLED = 64
 
-# of speculation
+# speculation
 STEPS = 3
 DRAFTED_TOKENS = 32
 TEXTS = (

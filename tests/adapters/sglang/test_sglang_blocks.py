@@ -155,7 +155,7 @@ def test_captured_blocks(device: str) -> None:
 def test_blocks_are_verified_as_chains(device: str, dtype: torch.dtype, page_size: int, hybrid: bool) -> None:
     """By the target, causally.
 
-    SGLang makes an empty mask for backends that it does not know. It must not be read.
+    SGLang makes a meaningless mask for backends that it does not know. It must not be read.
     """
     engine = FakeEngine(WINDOWED, page_size, dtype, hybrid, device)
     backend = SGLangAttentionBackend(engine.runner())
