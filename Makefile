@@ -68,7 +68,7 @@ test: base-python
 check: base-python
 	@MAKE="$(MAKE)" $(BASE_PYTHON) -m integration.phases check TEST_VENV="$(CHECK_VENV)" TEST_KIND=check
 fast: environment
-	@$(PYTEST) -n $(JOBS) -m "not slow" tests benchmarks/tests
+	@$(PYTEST) -n $(JOBS) -m "not slow" tests
 
 .PHONY: environment
 environment: base-python
@@ -105,7 +105,7 @@ format: environment
 
 .PHONY: unit
 unit: environment
-	@REQUIRE_ENGINES=1 $(PYTEST) -n $(JOBS) --dist worksteal --durations 10 -m "not integration" tests benchmarks/tests
+	@REQUIRE_ENGINES=1 $(PYTEST) -n $(JOBS) --dist worksteal --durations 10 -m "not integration" tests
 
 .PHONY: fuzz
 fuzz: environment

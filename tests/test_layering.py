@@ -156,17 +156,13 @@ def test_only_compat_knows_an_engine_s_version(path: Path) -> None:
     assert not reads
 
 
-TESTS = sorted(path for folder in ("tests", "benchmarks/tests") for path in (ROOT / folder).rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", [*FILES, *TESTS], ids=ids)
 def test_nothing_imports_integration_or_benchmarks(path: Path) -> None:
     # except by their own tests
-    foreign = {
-        name
-        for name, own in (("integration", "tests/integration"), ("benchmarks", "benchmarks/tests"))
-        if ROOT / own not in path.parents
-    }
+    foreign = {name for name in ("integration", "benchmarks") if ROOT / "tests" / name not in path.parents}
     assert not [(line, name) for line, name in imported(path) if name.split(".")[0] in foreign]
 
 
