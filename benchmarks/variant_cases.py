@@ -42,9 +42,11 @@ MaskMod = Callable[[Any, Any, Any, Any], Any]
 class Meaning:
     """The definition of attention on a line, with its tensors.
 
-    score_mod, mask_mod: in flex_attention's signatures, of tensors that broadcast; None: unchanged, all. cap,
-    window (tokens that a query sees, including itself), slopes, sinks (float32 [num_qo_heads]): for peers
-    that take these instead of functions. made_with, run_with, variant_args: for this package.
+    score_mod, mask_mod: in flex_attention's signatures, over tensors that broadcast. None: scores are
+        unchanged, all tokens are visible.
+    cap, window, slopes, sinks: for peers that take these instead of functions. window: tokens that a query
+        sees, including itself. sinks: float32 [num_qo_heads].
+    made_with, run_with, variant_args: for this package.
     """
 
     mask_mod: MaskMod

@@ -82,13 +82,13 @@ ATTN_HD bool has_one_prefix(const PlanParams& p, const Planned& planned) {
 /// KV tiles of a large row tile that a CTA computes in about the time of a merge.
 constexpr int32_t kMergeKvTiles = 5;
 
-/// Row groups with at least this many row tiles read K and V from L2 if their pairs come from the queue. That saves
-/// more than a sixteenth of a share, so CTAs may end that far apart (ADR 48).
+/// If row groups have at least this many row tiles on average, they read K and V from L2 when their pairs come from the
+/// queue. That saves more than a sixteenth of a share, so CTAs may end that far apart (ADR 48).
 constexpr int32_t kSharingRowTiles = 4;
 constexpr int32_t kSharingSlack = 16;
 
-/// Longest pairs in a share from which on pairs of unequal cost come from the queue: the short ones are taken last and
-/// fill the gaps.
+/// Pairs of unequal cost come from the queue if a share holds at least this many of the longest. The short pairs are
+/// taken last and fill the gaps.
 constexpr int32_t kUnequalQueuePairs = 3;
 
 /// How pairs are distributed to CTAs.

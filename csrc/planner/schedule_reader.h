@@ -27,8 +27,8 @@ ATTN_HD int32_t kv_begin_after(int32_t kv_begin, int32_t number, int32_t kv_tile
   return kv_begin + number * kv_tile;
 }
 
-/// KV heads that make a section of a row group: as many as have their K and V in a part of L2 together, at least one.
-/// The sections of a row group differ by at most one head.
+/// KV heads of a section of a row group: at most as many as have K and V that fit a part of L2, at least one. The last
+/// section may have fewer.
 ATTN_HD int32_t section_heads(int32_t section_tokens, int32_t kv_len, int32_t num_kv_heads) {
   const int32_t most = clamp(section_tokens / max_of(kv_len, 1), 1, num_kv_heads);
   return ceil_div(num_kv_heads, ceil_div(num_kv_heads, most));
