@@ -50,8 +50,6 @@ TOOLS = [
 ]
 # the engine pins its version
 GPU_TOOLS = [tool for tool in TOOLS if not tool.startswith("pydantic")]
-# Python compiles imported modules. pip would compile every module: more than a minute of a core for vLLM.
-INSTALL = ["install", "--no-compile"]
 MODEL_TOOLS = ["accelerate", "gguf==0.19.0"]  # the demo's model is converted with them
 CPP_TOOLS = ["clang-format==23.1.5", "clang-tidy==23.1.4", "cmake>=3.20", "ninja"]
 # The same as in pyproject.toml.
@@ -168,7 +166,7 @@ def install(python: Path, step: Step) -> None:
     log_file = LOGS / f"pip-{re.sub(r'[^a-z]+', '-', step.name.lower())}.log"
     try:
         try:
-            run_pip(python, [*INSTALL, *step.requirements], log_file, step.name)
+            run_pip(python, ["install", *step.requirements], log_file, step.name)
         except PipError as error:
             if step is not TORCH or not error.not_found:  # PyPI has torch for CUDA only
                 raise
@@ -178,7 +176,7 @@ def install(python: Path, step: Step) -> None:
             )
             run_pip(
                 python,
-                [*INSTALL, "--extra-index-url", PYTORCH_CPU_INDEX, *step.requirements],
+                ["install", "--extra-index-url", PYTORCH_CPU_INDEX, *step.requirements],
                 log_file,
                 step.name,
             )
