@@ -89,7 +89,7 @@ struct KernelDesign {
   bool (*forms_clusters)(int32_t kv_element_bytes) = [](int32_t /*kv_element_bytes*/) { return false; };
   int32_t (*kv_tile)(HeadDims dims, int32_t kv_element_bytes);  // tokens of a KV tile
   const char* kernels[kMaxDesignKernels];  // names of their cubins among KernelFiles; nullptr: there are fewer
-  int32_t (*threads)(HeadDims dims);       // of a CTA
+  int32_t (*threads)(HeadDims dims, int32_t kv_element_bytes);       // of a CTA
   int32_t (*shared_bytes)(HeadDims dims, int32_t kv_element_bytes);  // dynamic shared memory of a CTA
   bool prefetches_code;  // the kernel brings its own code and that of the merge kernel to L2
   /// Makes the arguments of a launch; returns the number of the kernel that is to be launched, or kRowsTooFarApart.

@@ -89,7 +89,7 @@ constexpr int32_t kSharingSlack = 16;
 
 /// Pairs of unequal cost come from the queue if a share holds at least this many of the longest. The short pairs are
 /// taken last and fill the gaps.
-constexpr int32_t kUnequalQueuePairs = 3;
+constexpr int32_t kUnequalQueuePairs = 2;
 
 /// How pairs are distributed to CTAs.
 struct PairDistribution {

@@ -18,7 +18,7 @@
 
 namespace attn {
 
-constexpr int32_t kNumTileKinds = 4;
+constexpr int32_t kNumTileKinds = 5;
 
 /// Most levels of a composition.
 constexpr int32_t kMaxLevels = 8;
@@ -26,8 +26,13 @@ constexpr int32_t kMaxLevels = 8;
 /// Most row groups that a row is in: one warp handles them, one lane each.
 constexpr int32_t kMaxLinks = 32;
 
-/// Packed rows (query position x heads of one KV group) of each kind of row tile.
-ATTN_HD constexpr int32_t tile_rows(int32_t kind) { return 1 << (4 + kind); }
+/// Packed rows (query position x heads of one KV group) of each kind of row tile: 16, 32, 64, 128, 192.
+ATTN_HD constexpr int32_t tile_rows(int32_t kind) { return kind < 4 ? 16 << kind : 192; }
+
+/// rows / tile_rows(kind), without a division.
+ATTN_HD constexpr uint32_t divide_by_tile_rows(uint32_t rows, int32_t kind) {
+  return kind < 4 ? rows >> (4 + kind) : rows / 192;
+}
 
 /// The cost of a row tile depends on its kind and on whether its rows leave states. The first cost kinds are for row
 /// tiles whose rows are written, the others for row tiles whose rows leave states.
@@ -271,7 +276,7 @@ ATTN_HD int32_t choose_kind(const ScheduleConfig& config, int32_t packed_rows, i
 
 /// Row tiles of a kind that hold this many packed rows.
 ATTN_HD int32_t row_tiles_of(int32_t packed_rows, int32_t kind) {
-  return static_cast<int32_t>((static_cast<uint32_t>(packed_rows) + tile_rows(kind) - 1) >> (4 + kind));
+  return static_cast<int32_t>(divide_by_tile_rows(static_cast<uint32_t>(packed_rows) + tile_rows(kind) - 1, kind));
 }
 
 /// Upper bound of the number of row tiles: a row group has one tile, and one more for every full largest tile.

@@ -137,11 +137,12 @@ Attention::Attention(const AttentionConfig& config, const KernelFiles& files)
     cpu_kernels_ = cpu::load_variant(file_of(files, "variant"));
   }
   if (config_.num_ctas == 0) {
-    config_.num_ctas =
-        config.on_cuda ? driver::multiprocessor_count(config.device) *
-                             driver::ctas_per_multiprocessor(kernels_.attention[0], design_.threads(config.dims())) /
-                             ctas_of_interval(config_, design_)
-                       : cpu::kCtas;
+    config_.num_ctas = config.on_cuda
+                           ? driver::multiprocessor_count(config.device) *
+                                 driver::ctas_per_multiprocessor(
+                                     kernels_.attention[0], design_.threads(config.dims(), bytes_of(config.kv_dtype))) /
+                                 ctas_of_interval(config_, design_)
+                           : cpu::kCtas;
   }
   schedule_config_ = make_schedule_config(config_, design_, forest_requests);
   layout_ = ScheduleLayout(schedule_config_);
@@ -385,7 +386,8 @@ uint32_t Attention::run(LatentAttentionParams params, const AttentionScales& sca
   if (!kernels.attention[kernel])  // Python loads it
     TVM_FFI_THROW(MissingKernelError) << (float8_out ? kFloat8Out : "") << design_.kernels[kernel];
   const uint32_t halves = static_cast<uint32_t>(ctas_of_interval(config_, design_));
-  driver::Launch attention{ctas, halves, static_cast<uint32_t>(design_.threads(config_.dims())), true};
+  driver::Launch attention{ctas, halves,
+                           static_cast<uint32_t>(design_.threads(config_.dims(), bytes_of(config_.kv_dtype))), true};
   if (halves > 1 && design_.forms_clusters(bytes_of(config_.kv_dtype))) attention.cluster_y = halves;
   driver::launch(kernels.attention[kernel], attention, &arguments, stream);
   driver::Launch merge{ctas, static_cast<uint32_t>(ceil_div(params.max_tile_rows, kMergeRows)), kMergeThreads, true};

@@ -11,8 +11,8 @@ constexpr int32_t kCtas = 32;
 
 /// The smallest share of a task is 32 KV tiles of the smallest kind.
 constexpr KernelCosts kCosts{
-    .kv_tile = {2, 4, 8, 16, 2, 4, 8, 16},
-    .pair = {0, 1, 2, 4, 0, 1, 2, 4},
+    .kv_tile = {2, 4, 8, 16, 16, 2, 4, 8, 16, 16},
+    .pair = {0, 1, 2, 4, 4, 0, 1, 2, 4, 4},
     .min_queue_pairs = 0,
     .section_bytes = 0,
     .min_share = 64,
@@ -24,7 +24,7 @@ constexpr KernelDesign make_design() {
   KernelDesign design{};
   design.name = "cpu";
   design.costs = design.invariant_costs = kCosts;
-  design.max_kind = [](HeadDims /*dims*/, int32_t /*kv_element_bytes*/) { return kNumTileKinds - 1; };
+  design.max_kind = [](HeadDims /*dims*/, int32_t /*kv_element_bytes*/) { return 3; };
   design.kv_tile = [](HeadDims /*dims*/, int32_t /*kv_element_bytes*/) { return 64; };
   return design;
 }

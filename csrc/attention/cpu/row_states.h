@@ -52,7 +52,8 @@ class RowStates {
         if (link.group < 0) continue;
         const RowGroup& group = params.schedule.groups[link.group];
         const int32_t packed = link.index * group_size + head % group_size;
-        const int32_t tile = group.tile_begin + packed / tile_rows(group.kind);
+        const int32_t tile_index = static_cast<int32_t>(divide_by_tile_rows(static_cast<uint32_t>(packed), group.kind));
+        const int32_t tile = group.tile_begin + tile_index;
         if (tile >= header.num_tiles) continue;
         if (place.row < 0) {
           place.row = Rows::query_row(params, group, link.index);
@@ -63,8 +64,8 @@ class RowStates {
         const CtaRange inside = ctas_inside(params.schedule, tile, group.state_begin, params.num_kv_heads,
                                             head / group_size, params.num_ctas);
         for (int32_t cta = inside.begin; cta < inside.end; ++cta) {
-          scratch.states[parts++] =
-              int64_t{partial_slot(cta, kStartsInside)} * params.max_tile_rows + packed % tile_rows(group.kind);
+          scratch.states[parts++] = int64_t{partial_slot(cta, kStartsInside)} * params.max_tile_rows + packed -
+                                    tile_index * tile_rows(group.kind);
         }
       }
       if (place.row < 0 || place.row >= params.num_rows) return;

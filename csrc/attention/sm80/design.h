@@ -7,8 +7,8 @@
 namespace attn::sm80 {
 
 constexpr KernelCosts kCosts{
-    .kv_tile = {4, 4, 5, 7, 4, 4, 5, 7},
-    .pair = {2, 2, 8, 18, 2, 2, 8, 18},
+    .kv_tile = {4, 4, 5, 7, 7, 4, 4, 5, 7, 7},
+    .pair = {2, 2, 8, 18, 18, 2, 2, 8, 18, 18},
     .min_queue_pairs = 0,
     .section_bytes = 0,
     .min_share = 8,
@@ -31,7 +31,7 @@ constexpr KernelDesign make_design() {
   design.max_kind = [](HeadDims dims, int32_t kv_element_bytes) { return tuning(dims, kv_element_bytes).max_kind; };
   design.kv_tile = [](HeadDims dims, int32_t kv_element_bytes) { return tuning(dims, kv_element_bytes).kv_tile; };
   design.kernels[0] = "attention";
-  design.threads = [](HeadDims /*dims*/) { return kThreads; };
+  design.threads = [](HeadDims /*dims*/, int32_t /*kv_element_bytes*/) { return kThreads; };
   design.shared_bytes = [](HeadDims dims, int32_t kv_element_bytes) {
     return SharedLayout(dims, 2, kv_element_bytes).bytes;
   };

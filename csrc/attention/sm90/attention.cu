@@ -4,7 +4,7 @@
 #include "attention/sm90/attention.cuh"
 #include "common/kernel_code.cuh"
 
-extern "C" __global__ void __launch_bounds__(attn::sm90::cta_threads(attn::KernelTraits::Shape::kDims), 1)
+extern "C" __global__ void __launch_bounds__(attn::sm90::kTuning<attn::KernelTraits>.cta_threads(), 1)
     attention_kernel(const __grid_constant__ attn::sm90::ParamsOf<attn::KernelTraits> params) {
   attn::sm90::attention<attn::KernelTraits, attn::KernelCopier>(params);
 }

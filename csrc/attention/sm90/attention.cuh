@@ -48,9 +48,11 @@ struct WorkItems {
   }
 };
 
-/// Whether this warpgroup multiplies rows of the item with wgmma: the second has rows only of the largest row tiles.
+/// Whether this warpgroup multiplies rows of the item with wgmma.
+template <class Traits>
 __device__ __forceinline__ bool multiplies(const WorkItem& item) {
-  return item.kind > 0 && (item.kind == kMaxKind || warpgroup() == 0);
+  if (!is_sharing<Traits>()) return item.rows.count > tile_rows(kPairKind);
+  return item.kind > 0 && (item.kind >= kPairKind || warpgroup() == 0);
 }
 
 /// Computes all work items of the CTA, by the consumer warpgroups.
@@ -73,9 +75,9 @@ __device__ __forceinline__ void consume(const HopperParams& params, const Shared
     LargeTiles prefill{params, ring};
     for (WorkItems<Traits> items(shared); items.any(); items.next()) {
       const WorkItem& item = items.item();
-      if (multiplies(item))
+      if (multiplies<Traits>(item))
         prefill.run(item, items.place.stage);
-      else if (item.kind == 0)
+      else if (item.kind == 0 && is_sharing<Traits>())
         decode.run(item, items.place.stage);
       else
         prefill.skip(item);

@@ -16,14 +16,20 @@ __device__ __forceinline__ int consumer_thread() { return ptx::thread_id() - kPr
 __device__ __forceinline__ int consumer_warp() { return consumer_thread() / 32; }
 __device__ __forceinline__ int warpgroup() { return consumer_warp() / 4; }
 
-/// Both warpgroups, which compute row tiles of 16 rows together.
+/// The first two warpgroups, which compute row tiles of 16 rows together.
 struct Consumers {
-  static constexpr int kWarps = kConsumerWarps;
+  static constexpr int kWarps = kSharingWarps;
 
   __device__ __forceinline__ static int thread() { return consumer_thread(); }
-  __device__ __forceinline__ static void sync() { ptx::barrier_sync<kConsumersBarrier, kConsumerThreads>(); }
+  __device__ __forceinline__ static void sync() { ptx::barrier_sync<kConsumersBarrier, kSharingThreads>(); }
   __device__ __forceinline__ static void fence_outputs() { ptx::fence_async_proxy(); }
 };
+
+/// Whether this warpgroup is one of them.
+template <class Traits>
+__device__ __forceinline__ bool is_sharing() {
+  return !kTuning<Traits>.has_third_consumer || warpgroup() < 2;
+}
 
 __device__ __forceinline__ void sync_warpgroup() {
   ptx::barrier_sync(kWarpgroupBarrier + warpgroup(), kWarpgroupThreads);

@@ -50,7 +50,7 @@ struct Decode {
 
   /// How the warps share an item: all have the same 16 rows, and 16 or more tokens each of a part of a KV tile.
   struct Layout {
-    static constexpr int kKvWarps = kConsumerWarps;                          // all share the rows
+    static constexpr int kKvWarps = kSharingWarps;                           // all share the rows
     static constexpr bool kFourColumns = Switches::kDequantizesInRegisters;  // as in stage_rows()
     static constexpr int first_row = 0;
     int32_t first_token;  // of the part
@@ -71,7 +71,7 @@ struct Decode {
     state.scale = scores.scale(item);
     if constexpr (!Switches::kUsesSoftmax) state.start_sum(consumer_warp() == 0);
     LaneRows<Variant, 1> rows(params, item.rows, item.group, item.kv_head, 0);
-    const TokenRange unmasked = scores.unmasked(item, 0);
+    const auto known = scores.known(item, 0);
     const int part = Switches::kSharesTiles ? warpgroup() : 0;
     const int row = part * Shared::kPartTokens + warp.first_token;               // of a KV tile
     const int own_row = Switches::kDequantizesInTiles ? warp.first_token : row;  // of own_tile()
@@ -80,7 +80,7 @@ struct Decode {
     const uint32_t q = ptx::shared_address(shared.q(q_stage)) +
                        (Switches::kDequantizesInRegisters ? Held::offset(lane) : Query::rows_first(lane));
     if constexpr (Switches::kRewritesQuery)
-      rewrite_query<Traits, kConsumerThreads>(params, item, shared.q(q_stage), 0, kWarpRows);
+      rewrite_query<Traits, kSharingThreads>(params, item, shared.q(q_stage), 0, kWarpRows);
     else if constexpr (Switches::kDequantizesInTiles)
       Consumers::sync();  // no warp multiplies the dequantized tiles
     Held held;
@@ -121,7 +121,7 @@ struct Decode {
       shared.free_kv(keys, 2);
 
       // P = softmax(S)
-      scores.finish(item, s, 0, token, unmasked, rows);
+      scores.finish(item, s, 0, token, known, rows);
       if constexpr (Switches::kUsesSoftmax)
         state.update(s, p);
       else

@@ -13,8 +13,8 @@ static_assert(offsetof(HopperParams, attention) + offsetof(AttentionParams, q) <
               "what a CTA reads first: the arguments begin 192 bytes before the end of a line");
 
 constexpr KernelCosts kCosts{
-    .kv_tile = {6, 6, 7, 9, 6, 6, 8, 9},
-    .pair = {11, 11, 14, 20, 10, 10, 25, 50},
+    .kv_tile = {6, 6, 7, 9, 12, 6, 6, 8, 9, 12},
+    .pair = {11, 11, 14, 20, 26, 10, 10, 25, 50, 70},
     .min_queue_pairs = 8,
     .section_bytes = 16 << 20,
     .min_share = 12,
@@ -157,7 +157,7 @@ constexpr KernelDesign make_design() {
   design.kv_tile = [](HeadDims dims, int32_t kv_element_bytes) { return tuning(dims, kv_element_bytes).kv_tile; };
   design.kernels[kByBoxes] = "attention";
   design.kernels[kByRows] = "attention_rows";
-  design.threads = [](HeadDims dims) { return cta_threads(dims); };
+  design.threads = [](HeadDims dims, int32_t kv_element_bytes) { return tuning(dims, kv_element_bytes).cta_threads(); };
   design.shared_bytes = [](HeadDims dims, int32_t kv_element_bytes) {
     return SharedLayout(dims, 2, kv_element_bytes).bytes;
   };

@@ -113,7 +113,7 @@ struct Float8Prefill {
   KvRing<Traits>& ring;
   const Shared& shared = ring.shared;
   const AttentionParams& params = hopper_params.attention;
-  const Scores<Traits> scores{params};
+  const Scores<Traits, SoftCap::kFast> scores{params};
   const Transposition<Values, Transposed> transposition{warpgroup() * kChunks};
   uint32_t num_multiplied = 0;  // V tiles: the next is transposed into the one or the other of two
 
@@ -136,7 +136,7 @@ struct Float8Prefill {
     State state;
     state.scale = scores.scale(item);
     LaneRows<Variant, 1> rows(params, item.rows, item.group, item.kv_head, first_row);
-    const TokenRange unmasked = scores.unmasked(item, first_row);
+    const auto known = scores.known(item, first_row);
     const TokenRange readable = item.readable;
     int32_t token = Walk::enter(Walk::first(params, item), rows);
 
@@ -150,8 +150,8 @@ struct Float8Prefill {
       next_tiles();
 
       // P(i) = exp2(S(i) - maximum), while the other warpgroup has the tensor cores.
-      if (changes || token < unmasked.begin || token + kTokens > unmasked.end)
-        scores.finish(item, s, first_row, token, unmasked, rows);
+      if (changes || token < known.unmasked.begin || token + kTokens > known.unmasked.end)
+        scores.finish(item, s, first_row, token, known, rows);
       const ptx::MatrixDescriptor values = Transposed::columns_descriptor(ptx::shared_address(transposed()));
       float correction[2] = {1.0f, 1.0f};
       state.raise_maximum(0, s[0], correction, kSlack);
@@ -163,7 +163,7 @@ struct Float8Prefill {
       pack(s, p);
 
       // P(i) V(i). Meanwhile, prepare what the next product takes.
-      if (item.kind == kMaxKind) wait_for_turn();
+      if (item.kind == kPairKind) wait_for_turn();
       shared.wait_transformed(num_multiplied & 1);
       ptx::wgmma_fence();
       multiply_values(partial, p, values);
@@ -180,9 +180,9 @@ struct Float8Prefill {
       if (!are_full) wait_for_tiles(ring.kv);
       ptx::wgmma_fence();
       multiply_keys(s, q, k);
-      if (item.kind == kMaxKind) pass_turn();
+      if (item.kind == kPairKind) pass_turn();
     }
-    if (item.kind == kMaxKind) pass_turn();
+    if (item.kind == kPairKind) pass_turn();
 
     // Epilogue: the state is as if exponentials were not shifted. All of the warpgroup's products with Q are done, so
     // the rows of O go through the Q tile.
@@ -209,10 +209,10 @@ struct Float8Prefill {
   // In items that both warpgroups multiply they take turns: one starts its P V and its next Q K^T while the other turns
   // scores into probabilities. Both have as many turns in an item.
   __device__ __forceinline__ static void wait_for_turn() {
-    ptx::barrier_sync(kTurnBarrier + warpgroup(), kConsumerThreads);
+    ptx::barrier_sync(kTurnBarrier + warpgroup(), kSharingThreads);
   }
   __device__ __forceinline__ static void pass_turn() {
-    ptx::barrier_arrive(kTurnBarrier + 1 - warpgroup(), kConsumerThreads);
+    ptx::barrier_arrive(kTurnBarrier + 1 - warpgroup(), kSharingThreads);
   }
 
   /// Starts s = Q K^T.
@@ -243,7 +243,7 @@ struct Float8Prefill {
     // All warps have multiplied the tile before the last one: they do so before they arrive for the last one, and all
     // have arrived.
     transposition.template run<kChunks>(values, transposed(), 0);
-    if (item.kind != kMaxKind) transposition.template run<kChunks>(values, transposed(), kChunks);
+    if (item.kind != kPairKind) transposition.template run<kChunks>(values, transposed(), kChunks);
     ptx::fence_async_proxy();  // before wgmma reads it
     shared.arrive_transformed();
   }

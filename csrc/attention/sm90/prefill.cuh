@@ -1,11 +1,18 @@
-// Prefill: row tiles of 32 rows and more, multiplied with wgmma. Each warpgroup computes 64 rows of a 128-row tile; the
-// first warpgroup computes row tiles of 32 and 64 rows. While the tensor cores add P V of one KV tile, the warpgroup
-// computes most of the next tile's exponentials:
+// Prefill: row tiles of 32 rows and more, multiplied with wgmma. Each warpgroup computes 64 rows of a row tile of 128
+// or 192 rows; the first warpgroup computes row tiles of 32 and 64 rows. While the tensor cores add P V of one KV tile,
+// the warpgroup computes most of the next tile's exponentials:
 //
 //     tensor cores  | Q K(0) |        | Q K(1) | P V(0) |        | Q K(2) | P V(1) | ...
 //     warpgroup              | exp(0) |        | exp(1)          |        | exp(2)          | ...
 //
-// The two warpgroups are not synchronized: the products of one overlap with the softmax of the other.
+// With heads of 64 columns, whose exponentials take as long as their products, three warpgroups take turns instead
+// (kTakesTurns). Scores and probabilities of a warpgroup are then never alive together, and registers suffice for
+// three:
+//
+//     tensor cores  | Q K(0) |        | P V(0) | Q K(1) |        | P V(1) | Q K(2) | ...
+//     warpgroup              | exp(0) |                 | exp(1) |                 | ...
+//
+// The warpgroups are not synchronized: the products of one overlap with the softmax of the others.
 #pragma once
 
 #include "attention/sm90/consumer.cuh"
@@ -22,11 +29,12 @@ namespace attn::sm90 {
 template <class Traits>
 struct PrefillSwitches {
   using Variant = typename Traits::Variant;
-  static constexpr bool kUsesSoftmax = Variant::kUsesSoftmax;  // all variants but those with custom weights
-  static constexpr bool kSkipsTiles = Variant::kSkipsTiles;    // variants with sparse masks
-  static constexpr bool kDequantizes = Traits::kDequantizes;   // 8-bit caches
-  static constexpr bool kAddsBias = kTakesLastFirst<Traits>;   // ALiBi: the bias is added with the exponentials, and
-                                                               // KV tiles are taken from the last to the first
+  static constexpr bool kUsesSoftmax = Variant::kUsesSoftmax;       // all variants but those with custom weights
+  static constexpr bool kSkipsTiles = Variant::kSkipsTiles;         // variants with sparse masks
+  static constexpr bool kDequantizes = Traits::kDequantizes;        // 8-bit caches
+  static constexpr bool kTakesTurns = kTuning<Traits>.takes_turns;  // heads of 64 columns, 16-bit caches
+  static constexpr bool kAddsBias = kTakesLastFirst<Traits>;  // ALiBi: the bias is added with the exponentials, and
+                                                              // KV tiles are taken from the last to the first
   /// Narrow heads over 16-bit caches. Not where a variant's logits may grow from KV tile to KV tile: rows would outgrow
   /// their maxima all the time (a prefill of 4 x 4096 with ALiBi's took 6.8 times as long).
   static constexpr bool kKeepsMaxima =
@@ -47,11 +55,12 @@ struct Prefill {
   static constexpr int kQkColumns = Traits::Shape::kQkMultiplied;
   static constexpr int kColumns = kVColumns<Traits>;
   using State = WarpState<Element, kColumns, 1>;  // of one warp, which has 16 rows
+  using ItemScores = Scores<Traits, SoftCap::kFast>;
 
   const HopperParams& hopper_params;
   KvRing<Traits>& ring;
   const AttentionParams& params = hopper_params.attention;
-  const Scores<Traits> scores{params};
+  const ItemScores scores{params};
   PreparedTiles<Traits> tiles{params, ring};
 
   /// Computes an item whose rows this warpgroup multiplies. The first Q K^T is issued alone: overlapping it with the
@@ -71,7 +80,7 @@ struct Prefill {
     state.scale = scores.scale(item);
     if constexpr (!Switches::kUsesSoftmax) state.start_sum(true);
     Rows rows(params, item.rows, item.group, item.kv_head, first_row);
-    const TokenRange unmasked = scores.unmasked(item, first_row);
+    const typename ItemScores::Known known = scores.known(item, first_row);
     const TokenRange readable = item.readable;
     int32_t token = Walk::enter(Walk::first(params, item), rows);
     int32_t next_token = token;  // of the next KV tile
@@ -86,7 +95,7 @@ struct Prefill {
       float added[2], correction[2];
       bool raised = false;
       if constexpr (Switches::kDequantizes) state.scale = scores.scale(item);  // read again: not kept over products
-      scores.finish(item, s, first_row, token, unmasked, rows, !Switches::kAddsBias);
+      scores.finish(item, s, first_row, token, known, rows, !Switches::kAddsBias);
       if constexpr (!Switches::kUsesSoftmax) {
         added[0] = added[1] = 0.0f;
       } else {
@@ -102,15 +111,16 @@ struct Prefill {
       ptx::wgmma_fence_operand(s[0]);  // the exponentials before the wait
 
       // Wait for P(i - 1) V(i - 1), then rescale the output if rows have larger maxima now.
+      if constexpr (Switches::kTakesTurns) pack_probabilities<Element>(s, p);  // recompute() needs the registers
       if (left != item.num_kv_tiles) {  // not the first tile; a bool here makes ptxas spill
-        ptx::wgmma_wait<0>();
-        ptx::wgmma_fence_operand(state.o[0]);
-        tiles.free(values);
-        if constexpr (Switches::kKeepsMaxima) {
-          if (__any_sync(0xffffffffu, has_outgrown(added, 0) || has_outgrown(added, 1)))
-            recompute(state, item, s, added, q_rows(q_stage), ring.kv.stage, token, unmasked, rows);
-        } else if (raised) {
-          state.scale_output(0, correction);
+        if constexpr (!Switches::kTakesTurns) finish_values(state, values);
+        if constexpr (!Switches::kKeepsMaxima) {
+          if (raised) state.scale_output(0, correction);
+        } else if (__any_sync(0xffffffffu, has_outgrown(added, 0) || has_outgrown(added, 1))) {
+          if constexpr (Switches::kTakesTurns)
+            recompute(state, item, p, added, q_rows(q_stage), ring.kv.stage, token, known, rows);
+          else
+            recompute(state, item, s, added, q_rows(q_stage), ring.kv.stage, token, known, rows);
         }
       }
       state.sum[0][0] += added[0];
@@ -119,21 +129,30 @@ struct Prefill {
       // K(i) is free: no row computes its scores again.
       tiles.free(ring.kv);
       ring.next_tile();
-      ptx::wgmma_fence_operand(s[0]);  // p is still read before the wait
-      pack_probabilities<Element>(s, p);
+      if constexpr (!Switches::kTakesTurns) {
+        ptx::wgmma_fence_operand(s[0]);  // p is still read before the wait
+        pack_probabilities<Element>(s, p);
+      }
       values = ring.kv;
       ring.next_tile();
       if (--left == 0) break;
 
-      // Start S(i + 1) = Q K(i + 1)^T and O += P(i) V(i), then wait for S(i + 1) only.
+      // Start S(i + 1) = Q K(i + 1)^T and O += P(i) V(i), then wait for S(i + 1) only. Taking turns: one after the
+      // other, once both tiles are there. (Starting P V before K is there takes 12 % longer: the warpgroups then fall
+      // in step.)
       tiles.prepare(item, values, token, true, left, readable);
       ptx::wgmma_fence();
+      if constexpr (Switches::kTakesTurns) {
+        multiply_values(state, p, values.stage);
+        finish_values(state, values);
+        ptx::wgmma_fence();
+      }
       multiply_keys(s, query(q_stage), ring.kv.stage);
-      multiply_values(state, p, values.stage);
+      if constexpr (!Switches::kTakesTurns) multiply_values(state, p, values.stage);
       if constexpr (Switches::kSkipsTiles)
         next_token = Walk::enter(Walk::next(params, item, token, left), rows);  // early: it may have to be loaded
       tiles.prepare_early(item, Switches::kSkipsTiles ? next_token : token + Walk::kStep, left - 1);
-      ptx::wgmma_wait<1>();
+      ptx::wgmma_wait<Switches::kTakesTurns ? 0 : 1>();
       ptx::wgmma_fence_operand(s[0]);
     }
 
@@ -141,34 +160,15 @@ struct Prefill {
     tiles.prepare(item, values, token, false, 0, readable);
     ptx::wgmma_fence();
     multiply_values(state, p, values.stage);
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_fence_operand(state.o[0]);
-    tiles.free(values);
+    finish_values(state, values);
 
     // Epilogue: all of the warpgroup's products with Q are done, so the rows of O go through the Q tile.
     sync_warpgroup();
     write_rows<Traits>(hopper_params, item, state, first_row, ring.shared.q(q_stage));
   }
 
-  /// Skips an item that only the other warpgroup computes. A KV tile is free when both warpgroups have freed it.
-  __device__ __forceinline__ void skip(const WorkItem& item) {
-    if constexpr (Switches::kDequantizes) {
-      tiles.dequantize(item, ring.kv, ring.kv, item.kv_begin, false, true, 0);
-      for (int left = item.num_kv_tiles, token = Walk::first(params, item).token; left > 0;
-           --left, token = Walk::next(params, item, token, left).token) {
-        ring.next_tile();
-        const Place values = ring.kv;
-        ring.next_tile();
-        tiles.dequantize(item, values, ring.kv, token, true, left > 1, left - 1);
-      }
-    } else {
-      for (int stage = 0; stage < 2 * item.num_kv_tiles; ++stage) {
-        ring.wait_for_tile(ring.kv);
-        ring.free_tile(ring.kv);
-        ring.next_tile();
-      }
-    }
-  }
+  /// Takes part in an item that only other warpgroups multiply.
+  __device__ __forceinline__ void skip(const WorkItem& item) { tiles.skip(item); }
 
   // --- products
 
@@ -195,6 +195,13 @@ struct Prefill {
       }
     }
     ptx::wgmma_commit();
+  }
+
+  /// Waits for P V, and frees V.
+  __device__ __forceinline__ void finish_values(State& state, const Place& values) const {
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_fence_operand(state.o[0]);
+    tiles.free(values);
   }
 
   __device__ __forceinline__ ptx::MatrixDescriptor query(int stage) const {
@@ -266,15 +273,16 @@ struct Prefill {
 
   /// For rows that have outgrown their maxima: computes their scores again (the first ones were overwritten by the
   /// probabilities), finds new maxima, and rescales output and sums. Other rows stay as they are: the bits of a row
-  /// depend on no other.
+  /// depend on no other. Probabilities: s, or p.
   ///
   ///     wgmma: Q K(i) --> scores --> exp2(score - maximum) --> sum of a lane's columns <= kMaxAdded --> P V(i)
   ///                                                                 | larger, or NaN               ^
   ///                                                                 v                              |
   ///     mma.sync: Q K(i), K(i) is still in the ring --> new maximum --> output, sum rescaled --> exp2(score - maximum)
-  __device__ __forceinline__ void recompute(State& state, const WorkItem& item, float (&s)[1][kTokens / 8][4],
+  template <class Probabilities>
+  __device__ __forceinline__ void recompute(State& state, const WorkItem& item, Probabilities& probabilities,
                                             float (&added)[2], uint32_t q, int stage, int32_t first_token,
-                                            const TokenRange& unmasked, const Rows& rows) const {
+                                            const typename ItemScores::Known& known, const Rows& rows) const {
     constexpr int kStep = 16;  // tokens at a time
     const int first_row = consumer_warp() * kWarpRows;
     bool again[2];
@@ -288,9 +296,10 @@ struct Prefill {
     }
     // Visits all tokens twice: first for the maxima, then for the probabilities.
 #pragma unroll 1
-    for (int i = 0; i < 2 * kTokens; i += kStep) {
-      const int token = i % kTokens;
-      if (i == kTokens) {
+    for (int visit = 0; visit < 2 * kTokens; visit += kStep) {
+      const bool is_first_visit = visit < kTokens;
+      const int token = visit % kTokens;
+      if (visit == kTokens) {
         float correction[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -304,24 +313,48 @@ struct Prefill {
         state.scale_output(0, correction);
       }
       float step[1][kStep / 8][4];
-      state.template scores<kQkColumns, kStep, Query, Keys>(
-          step, q,
-          ptx::shared_address(tiles.keys(stage)) + token * Keys::kRowBytes + Keys::columns_first(ptx::lane_id()));
-      scores.finish(item, step, first_row, first_token + token, unmasked, rows);
+      State::set_to_zero(step);
+      const uint32_t keys =
+          ptx::shared_address(tiles.keys(stage)) + token * Keys::kRowBytes + Keys::columns_first(ptx::lane_id());
 #pragma unroll
-      for (int j = 0; j < kStep / 8 * 4; ++j) {
-        const int half = j % 4 / 2;
-        if (i < kTokens) {
-          maximum[half] = fmaxf(maximum[half], step[0][j / 4][j % 4]);
+      for (int d = 0; d < kQkColumns / 16; ++d) {
+        uint32_t a[4], b[4];
+        ptx::ldmatrix_x4(a, Query::block(q, 0, d));
+        ptx::ldmatrix_x4(b, Keys::block(keys, 0, d));
+        Element::mma(step[0][0], a, b[0], b[1]);
+        Element::mma(step[0][1], a, b[2], b[3]);
+      }
+      scores.finish(item, step, first_row, first_token + token, known, rows);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int half = i % 2;
+        float (&two)[2] = reinterpret_cast<float (&)[2]>(step[0][i / 2][half * 2]);
+        if (is_first_visit) {
+          maximum[half] = fmaxf(maximum[half], fmaxf(two[0], two[1]));
           continue;
         }
-        const float probability = ptx::ex2(step[0][j / 4][j % 4] * state.scale - state.base(0, half));
-        if (again[half]) added[half] += probability;
+        two[0] = ptx::ex2(two[0] * state.scale - state.base(0, half));
+        two[1] = ptx::ex2(two[1] * state.scale - state.base(0, half));
+        if (again[half]) added[half] += two[0] + two[1];
 #pragma unroll
-        for (int n = j / 4; n < kTokens / 8; n += kStep / 8)
-          s[0][n][j % 4] = again[half] && n / (kStep / 8) * kStep == token ? probability : s[0][n][j % 4];
+        for (int k = 0; k < kTokens / kStep; ++k) replace(probabilities, again[half] && k * kStep == token, k, i, two);
       }
     }
+  }
+
+  /// Replaces two probabilities of step k, if `condition`: numbers, or packed as A of wgmma.
+  __device__ __forceinline__ static void replace(float (&s)[1][kTokens / 8][4], bool condition, int k, int i,
+                                                 const float (&two)[2]) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      float& probability = s[0][2 * k + i / 2][i % 2 * 2 + c];
+      probability = condition ? two[c] : probability;
+    }
+  }
+  __device__ __forceinline__ static void replace(uint32_t (&p)[kTokens / 16][4], bool condition, int k, int i,
+                                                 const float (&two)[2]) {
+    const uint32_t pair = Element::pack(two[0], two[1]);
+    p[k][i] = condition ? pair : p[k][i];
   }
 };
 

@@ -80,7 +80,7 @@ __device__ __forceinline__ void dequantize_rows(const char* from, char* to, int 
 template <class Traits, int kLanes>
 __device__ __forceinline__ void rewrite_query(const AttentionParams& params, const WorkItem& item, char* tile,
                                               int first_row, int end_row) {
-  static_assert(kLanes == kWarpgroupThreads || kLanes == kConsumerThreads);
+  static_assert(kLanes == kWarpgroupThreads || kLanes == kSharingThreads);
   using OfQuery = QueryTransform<typename Traits::Variant>;
   const auto sync = [] {
     if constexpr (kLanes == kWarpgroupThreads)
@@ -177,6 +177,29 @@ struct PreparedTiles {
     clear_unreadable<Values, kTokens>(ring.shared.kv(values.stage), token, readable);
   }
 
+  /// Takes part in an item that only other warpgroups multiply: a KV tile is free when all have freed it, and
+  /// transformed when all have arrived.
+  __device__ __forceinline__ void skip(const WorkItem& item) {
+    if constexpr (kDequantizes) {
+      dequantize(item, ring.kv, ring.kv, item.kv_begin, false, true, 0);
+      for (int left = item.num_kv_tiles, token = Walk::first(params, item).token; left > 0;
+           --left, token = Walk::next(params, item, token, left).token) {
+        ring.next_tile();
+        const Place values = ring.kv;
+        ring.next_tile();
+        dequantize(item, values, ring.kv, token, true, left > 1, left - 1);
+      }
+    } else {
+      if (kTransformsRing && OfKey::kExists) skip_transform(item);
+      for (int tile = 0; tile < 2 * item.num_kv_tiles; ++tile) {
+        if (kTransformsRing && tile % 2 == 0) skip_transform(item);
+        ring.wait_for_tile(ring.kv);
+        ring.free_tile(ring.kv);
+        ring.next_tile();
+      }
+    }
+  }
+
   /// Frees a tile after its products. dequantize() has freed tiles of 8-bit caches.
   __device__ __forceinline__ void free(const Place& place) const {
     if constexpr (!kDequantizes) ring.free_tile(place);
@@ -216,6 +239,12 @@ struct PreparedTiles {
   }
 
  private:
+  __device__ __forceinline__ void skip_transform(const WorkItem& item) {
+    if (item.kind < kPairKind) return;
+    arrive_transformed(item);
+    wait_transformed(item);
+  }
+
   /// Transforms this warpgroup's share of the V tile from `token` on and, if `has_keys`, of the K tile after it.
   __device__ __forceinline__ void transform(const WorkItem& item, const Place& values, const Place& keys, int32_t token,
                                             bool has_keys, int32_t left) const {
@@ -228,15 +257,17 @@ struct PreparedTiles {
   __device__ __forceinline__ void transform_in_ring(const WorkItem& item, const Place& place, int32_t token) const {
     if constexpr (Transform::kExists) {
       ring.wait_for_tile(place);
-      transform_share<Transform, Tile>(item, ring.shared.kv(place.stage), token, item.kind == kMaxKind);
+      transform_share<Transform, Tile>(item, ring.shared.kv(place.stage), token, item.kind >= kPairKind);
       ptx::fence_async_proxy();
     }
   }
 
-  /// Transforms this warpgroup's half of a tile, or all of it. `token`: of its first row.
+  /// Transforms this warpgroup's half of a tile, or all of it. `token`: of its first row. A third warpgroup has no
+  /// part.
   template <class Transform, class Tile>
   __device__ __forceinline__ void transform_share(const WorkItem& item, char* tile, int32_t token, bool is_half) const {
     if constexpr (Transform::kExists) {
+      if (is_half && !is_sharing<Traits>()) return;
       constexpr int kRowsAtOnce = kDequantizes && !leaves_registers(kVColumns<Traits>) ? 1 : 2;
       const int first_row = is_half ? warpgroup() * (kTokens / 2) : 0;
       transform_tokens<Traits, Transform, Tile, kWarpgroupThreads, kTokens / 2, kRowsAtOnce, 2>(
@@ -247,12 +278,12 @@ struct PreparedTiles {
 
   /// Says that this warp's part of the shares is done.
   __device__ __forceinline__ void arrive_transformed(const WorkItem& item) const {
-    if (item.kind == kMaxKind) ring.shared.arrive_transformed();
+    if (item.kind >= kPairKind) ring.shared.arrive_transformed();
   }
 
   /// Waits for the shares of all that multiply the item.
   __device__ __forceinline__ void wait_transformed(const WorkItem& item) {
-    if (item.kind != kMaxKind) return sync_warpgroup();
+    if (item.kind < kPairKind) return sync_warpgroup();
     ring.shared.wait_transformed(transformed_parity);
     transformed_parity ^= 1;
   }

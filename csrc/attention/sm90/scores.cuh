@@ -10,17 +10,39 @@
 
 namespace attn::sm90 {
 
-template <class Traits>
+/// How a soft cap's tanh is computed: by one instruction, with a relative error of 2^-11, where exponentials bound the
+/// kernel (ADR 51); or by five, with an error of 1e-6.
+enum class SoftCap { kFast, kExact };
+
+template <class Traits, SoftCap kSoftCap = SoftCap::kExact>
 struct Scores {
   using Variant = typename Traits::Variant;
   using Shared = SharedMemory<Traits>;
   using Rows = LaneRows<Variant, 1>;
 
+  /// What a warp needs for each KV tile of an item, computed once.
+  struct Known {
+    TokenRange unmasked;  // tokens that all of its rows see: their scores need no mask
+    float cap_factor;     // of the standard variant's soft cap: makes a product logit / cap; 0: there is no cap
+  };
+
   const AttentionParams& params;
 
-  /// Makes a finished score a logarithm to base 2.
+  __device__ __forceinline__ Known known(const WorkItem& item, int first_row) const {
+    const TokenRange unmasked =
+        item.visibility.seen_by_all(item.rows.position(first_row, params.group_size),
+                                    item.rows.position(first_row + kWarpRows - 1, params.group_size), item.readable);
+    return Known{unmasked, cap_factor(item)};
+  }
+
+  /// Makes a finished score a logarithm to base 2. Under the standard variant's soft cap a score is logit / cap.
   __device__ __forceinline__ float scale(const WorkItem& item) const {
-    return transforms_logits(variant_of<Traits>(params, 0)) ? kLog2E : sm_scale(item) * kLog2E;
+    if constexpr (Variant::kIsStandard) {
+      if (cap_factor(item) > 0.0f) return variant_of<Traits>(params, 0).cap * kLog2E;
+    } else {
+      if (transforms_logits(variant_of<Traits>(params, 0))) return kLog2E;
+    }
+    return sm_scale(item) * kLog2E;
   }
 
   /// params.sm_scale, and K's scale.
@@ -29,24 +51,42 @@ struct Scores {
     return params.sm_scale;
   }
 
-  /// The tokens that a warp's 16 rows all see: their scores need no mask.
-  __device__ __forceinline__ TokenRange unmasked(const WorkItem& item, int first_row) const {
-    return item.visibility.seen_by_all(item.rows.position(first_row, params.group_size),
-                                       item.rows.position(first_row + kWarpRows - 1, params.group_size), item.readable);
-  }
-
   /// Turns products into masked logits; without `makes_logits` it only masks them. `s`: a warp's scores of kBlocks * 8
   /// tokens from `first_token` on. `rows`: the lane's.
   template <int kBlocks>
   __device__ __forceinline__ void finish(const WorkItem& item, float (&s)[1][kBlocks][4], int first_row,
-                                         int32_t first_token, const TokenRange& unmasked, const Rows& rows,
+                                         int32_t first_token, const Known& known, const Rows& rows,
                                          bool makes_logits = true) const {
     scale_scores(variant_of<Traits>(params, item.kv_head), s, Shared::requests(item), first_row);
-    if (makes_logits && transforms_logits(variant_of<Traits>(params, 0)))
+    if constexpr (Variant::kIsStandard) {
+      if (known.cap_factor > 0.0f) cap(s, known.cap_factor);
+    } else if (makes_logits && transforms_logits(variant_of<Traits>(params, 0))) {
       transform_logits(variant_of<Traits>(params, item.kv_head), sm_scale(item), s, first_token, rows);
-    if (first_token < unmasked.begin || first_token + kBlocks * 8 > unmasked.end)
+    }
+    if (first_token < known.unmasked.begin || first_token + kBlocks * 8 > known.unmasked.end)
       mask_scores(item.visibility, s, item.rows, params.group_size, first_row, first_token, item.readable.end);
     apply_variant_mask(variant_of<Traits>(params, item.kv_head), s, first_token, rows);
+  }
+
+ private:
+  __device__ __forceinline__ float cap_factor(const WorkItem& item) const {
+    if constexpr (Variant::kIsStandard) {
+      const float cap = variant_of<Traits>(params, 0).cap;
+      if (cap > 0.0f) return __fdividef(sm_scale(item), cap);
+    }
+    return 0.0f;
+  }
+
+  template <int kBlocks>
+  __device__ __forceinline__ static void cap(float (&s)[1][kBlocks][4], float factor) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const float x = s[0][n][c] * factor;
+        s[0][n][c] = kSoftCap == SoftCap::kFast ? ptx::tanh(x) : quick_tanh(x);
+      }
+    }
   }
 };
 

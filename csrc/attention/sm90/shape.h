@@ -15,21 +15,19 @@ namespace attn::sm90 {
 
 constexpr int32_t kWarpgroupThreads = 128;
 constexpr int32_t kProducerThreads = kWarpgroupThreads;
-constexpr int32_t kConsumerThreads = 2 * kWarpgroupThreads;  // of heads that are not wide
-constexpr int32_t kConsumerWarps = kConsumerThreads / 32;
-
-/// Wide heads: one warpgroup computes P, two compute P·V (wide.cuh).
-ATTN_HD constexpr int32_t consumer_warps(HeadDims dims) {
-  return is_wide(dims) ? 3 * kWarpgroupThreads / 32 : kConsumerWarps;
-}
-ATTN_HD constexpr int32_t cta_threads(HeadDims dims) { return kProducerThreads + 32 * consumer_warps(dims); }
 
 constexpr int32_t kMultiplierRegisters = 160;  // of a thread that multiplies: the output takes 128
 
-/// Largest kind of row tile: 64 rows for each consumer.
-constexpr int32_t kMaxKind = 3;
-constexpr int32_t kQRows = tile_rows(kMaxKind);
-constexpr int32_t kWarpRows = 16;  // of a consumer warp
+constexpr int32_t kWarpRows = 16;       // of a consumer warp in row tiles for wgmma
+constexpr int32_t kWarpgroupRows = 64;  // of a consumer warpgroup
+
+/// The kind of row tiles that have rows for two consumer warpgroups; the next kind has rows for three.
+constexpr int32_t kPairKind = 3;
+
+/// Two consumer warpgroups share a KV tile: its tokens in row tiles of 16 rows, and the work of dequantizing and
+/// transforming it. A third warpgroup only multiplies rows of the largest row tiles.
+constexpr int32_t kSharingThreads = 2 * kWarpgroupThreads;
+constexpr int32_t kSharingWarps = kSharingThreads / 32;
 
 /// Sizes that follow from the widths of heads.
 struct Tuning {
@@ -43,11 +41,18 @@ struct Tuning {
                         // rows; wide heads: the columns that a warpgroup multiplies with P
   int32_t max_parts_in_flight = 0;  // that are filled or being filled while row tiles have 16 rows
   int32_t producer_registers;       // of a thread; three warpgroups share 504, four 512
+  // Defaults are 0: nvcc 13.0 ignores others.
+  bool has_third_consumer = false;  // of 64 rows. Wide heads: one computes P, two compute P V (wide.cuh)
+  bool takes_turns = false;         // a warpgroup does not overlap its products with its exponentials (prefill.cuh)
   bool keeps_maxima = false;        // lazy maxima (prefill.cuh)
   bool finds_runs = false;          // consecutive pages of one token are loaded by TMA (RowCopier)
   int32_t staged_pieces = 0;        // of 16 bytes, of a producer thread, on their way (DequantizingCopier)
 
-  ATTN_HD constexpr int32_t consumer_registers() const { return (504 - producer_registers) / 2; }
+  ATTN_HD constexpr int32_t consumer_warps() const { return (has_third_consumer ? 3 : 2) * kWarpgroupThreads / 32; }
+  ATTN_HD constexpr int32_t cta_threads() const { return kProducerThreads + 32 * consumer_warps(); }
+  ATTN_HD constexpr int32_t consumer_registers() const {
+    return has_third_consumer ? (512 - producer_registers) / 24 * 8 : (504 - producer_registers) / 2;
+  }
   ATTN_HD constexpr int32_t scorer_registers() const { return 512 - 2 * kMultiplierRegisters - producer_registers; }
   ATTN_HD constexpr int32_t q_rows() const { return tile_rows(max_kind); }  // of a Q tile
 };
@@ -69,18 +74,20 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
   constexpr Tuning kTunings[] = {
       {.max_qk = 64,
        .max_v = 64,
-       .max_kind = kMaxKind,
+       .max_kind = kPairKind + 1,
        .kv_tile = 128,
        .q_stages = 2,
        .kv_stages = 10,
        .stage_parts = 2,
        .max_parts_in_flight = 12,
-       .producer_registers = 88,
+       .producer_registers = 80,
+       .has_third_consumer = true,
+       .takes_turns = true,
        .keeps_maxima = true,
        .finds_runs = true},
       {.max_qk = 128,
        .max_v = 128,
-       .max_kind = kMaxKind,
+       .max_kind = kPairKind,
        .kv_tile = 128,
        .q_stages = 2,
        .kv_stages = 5,
@@ -92,7 +99,7 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
       // MLA that is not absorbed
       {.max_qk = 192,
        .max_v = 128,
-       .max_kind = kMaxKind,
+       .max_kind = kPairKind,
        .kv_tile = 128,
        .q_stages = 1,
        .kv_stages = 4,
@@ -103,7 +110,7 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
        .finds_runs = true},
       {.max_qk = 192,
        .max_v = 192,
-       .max_kind = kMaxKind,
+       .max_kind = kPairKind,
        .kv_tile = 64,
        .q_stages = 1,
        .kv_stages = 7,
@@ -112,7 +119,7 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
        .producer_registers = 72},
       {.max_qk = 256,
        .max_v = 256,
-       .max_kind = kMaxKind,
+       .max_kind = kPairKind,
        .kv_tile = 64,
        .q_stages = 1,
        .kv_stages = 5,
@@ -127,13 +134,14 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
        .q_stages = 1,
        .kv_stages = 2,
        .stage_parts = 2,
-       .producer_registers = 72},
+       .producer_registers = 72,
+       .has_third_consumer = true},
   };
   // 8-bit caches
   constexpr Tuning kFloat8Tunings[] = {
       {.max_qk = 64,
        .max_v = 64,
-       .max_kind = kMaxKind,
+       .max_kind = kPairKind,
        .kv_tile = 128,
        .q_stages = 2,
        .kv_stages = 10,
@@ -143,7 +151,7 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
        .finds_runs = true},
       {.max_qk = 128,
        .max_v = 128,
-       .max_kind = kMaxKind,
+       .max_kind = kPairKind,
        .kv_tile = 128,
        .q_stages = 2,
        .kv_stages = 6,
@@ -154,7 +162,7 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
       // MLA that is not absorbed
       {.max_qk = 256,
        .max_v = 128,
-       .max_kind = kMaxKind,
+       .max_kind = kPairKind,
        .kv_tile = 64,
        .q_stages = 1,
        .kv_stages = 8,
@@ -163,7 +171,7 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
        .producer_registers = 88},
       {.max_qk = 256,
        .max_v = 256,
-       .max_kind = kMaxKind,
+       .max_kind = kPairKind,
        .kv_tile = 64,
        .q_stages = 1,
        .kv_stages = 6,
@@ -179,6 +187,7 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
        .kv_stages = 2,
        .stage_parts = 2,
        .producer_registers = 104,
+       .has_third_consumer = true,
        .staged_pieces = 12},
       // there is no room to stage them
       {.max_qk = 576,
@@ -188,7 +197,8 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
        .q_stages = 1,
        .kv_stages = 2,
        .stage_parts = 2,
-       .producer_registers = 112},
+       .producer_registers = 112,
+       .has_third_consumer = true},
   };
   return kv_element_bytes == 1 ? first_for(kFloat8Tunings, dims) : first_for(kTunings, dims);
 }
@@ -216,9 +226,9 @@ constexpr int32_t kBlockRowBytes = 128;
 /// Columns of a row in one block of a tile that is multiplied.
 constexpr int32_t kBlockColumns = 64;
 
-/// Bytes after the WorkItem with an 8-bit cache: the requests of its rows, int32 [kQRows], and what its scores are
+/// Bytes after the WorkItem with an 8-bit cache: the requests of its rows, int32 [128], and what its scores are
 /// multiplied by.
-constexpr int32_t kItemScalesBytes = kQRows * 4 + 16;
+constexpr int32_t kItemScalesBytes = tile_rows(kPairKind) * 4 + 16;
 
 /// Byte offsets of the parts of a CTA's dynamic shared memory. `element_bytes`: of Q and O; `kv_element_bytes`: of K
 /// and V.
@@ -233,7 +243,7 @@ struct SharedLayout {
   int32_t dequantized_bytes;  // of one of them
   int32_t probabilities;      // of wide heads: elements [64 rows][kv_tile]
   int32_t staged;             // [staged_pieces][kProducerThreads] pieces of 16 bytes of an 8-bit cache
-  int32_t row_states;         // float [2 (maximum, sum)][kConsumerWarps][16]; of wide heads [3 (and correction)][64]
+  int32_t row_states;         // float [2 (maximum, sum)][kSharingWarps][16]; of wide heads [3 (and correction)][64]
   int32_t items;              // WorkItem [q_stages], each with kItemScalesBytes if the cache is of 8 bits
   int32_t item_bytes;
   int32_t queued;    // int32 [2]: pairs from the work queue
@@ -266,7 +276,7 @@ struct SharedLayout {
         probabilities(dequantized + 2 * dequantized_bytes),
         staged(probabilities + (is_wide(dims) ? 64 * tuning.kv_tile * 2 : 0)),
         row_states(staged + tuning.staged_pieces * kProducerThreads * 16),
-        items(row_states + 2 * kConsumerWarps * 16 * 4),
+        items(row_states + 2 * kSharingWarps * 16 * 4),
         item_bytes(kWorkItemBytes + (has_scales ? kItemScalesBytes : 0)),
         queued(items + tuning.q_stages * item_bytes),
         barriers(queued + 2 * 4),

@@ -153,15 +153,14 @@ struct WarpState {
   __device__ __forceinline__ bool raise_maximum(int b, const float (&s)[kBlocks][4], float (&correction)[2],
                                                 float most = kSlack) {
     float highest[2] = {highest_score(s, 0), highest_score(s, 1)};
-    const float slack = __fdividef(most, scale);
-    if (!__any_sync(0xffffffffu, highest[0] > maximum[b][0] + slack || highest[1] > maximum[b][1] + slack))
-      return false;
+    const auto exceeds = [&](int half) { return (highest[half] - maximum[b][half]) * scale > most; };
+    if (!__any_sync(0xffffffffu, exceeds(0) || exceeds(1))) return false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       highest[half] = fmaxf(highest[half], __shfl_xor_sync(0xffffffffu, highest[half], 1));
       highest[half] = fmaxf(highest[half], __shfl_xor_sync(0xffffffffu, highest[half], 2));
       // Only a row's own scores raise its maximum: its bits do not depend on other rows.
-      const float m = highest[half] > maximum[b][half] + slack ? highest[half] : maximum[b][half];
+      const float m = exceeds(half) ? highest[half] : maximum[b][half];
       correction[half] = m == minus_infinity() ? 1.0f : ptx::ex2((maximum[b][half] - m) * scale);
       maximum[b][half] = m;
       sum[b][half] *= correction[half];

@@ -208,18 +208,26 @@ struct VariantHooks {
   static constexpr bool kValue = kHas<decltype(&Variant::value)>;
 };
 
+/// tanh, to about 1e-6.
+ATTN_HD float quick_tanh(float x) {
+#if defined(__CUDA_ARCH__)
+  // 1 - 2 / (exp(2x) + 1), in five instructions: each is emitted once for every score that a thread holds. (PTX as in
+  // common/ptx/math.cuh, which is not for headers that g++ reads, too.)
+  float power, inverse;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * (2.0f * kLog2E)));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(power + 1.0f));
+  return 1.0f - 2.0f * inverse;
+#else
+  return tanh_rational(x);
+#endif
+}
+
 /// cap * tanh(logit / cap): Gemma 2, Grok.
 ATTN_HD float soft_cap(float logit, float cap) {
 #if defined(__CUDA_ARCH__)
-  // tanh(x) = 1 - 2 / (exp(2x) + 1), to about 1e-6, in seven instructions: each is emitted once for every score that a
-  // thread holds. (PTX as in common/ptx/math.cuh, which is not for headers that g++ reads, too.)
-  const float exponent = logit * __fdividef(2.0f * kLog2E, cap);
-  float power, inverse;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(exponent));
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(power + 1.0f));
-  return cap - cap * (2.0f * inverse);
+  return cap * quick_tanh(logit * __fdividef(1.0f, cap));
 #else
-  return cap * tanh_rational(logit / cap);
+  return cap * quick_tanh(logit / cap);
 #endif
 }
 

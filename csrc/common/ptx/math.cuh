@@ -24,6 +24,13 @@ __device__ __forceinline__ float lg2(float x) {
   return y;
 }
 
+/// tanh(x), with a relative error of 2^-11.
+__device__ __forceinline__ float tanh(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 /// `low` in the lower half. (volatile: the conversion stays at its place, so that the pair takes one register from
 /// there on, not two.)
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {

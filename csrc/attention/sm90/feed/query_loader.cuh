@@ -26,7 +26,7 @@ constexpr int kLatentBlocks = Traits::Shape::kV / kBlockColumns;
 template <class Traits>
 __device__ __forceinline__ int multiplied_rows(int32_t kind) {
   if (is_wide(Traits::Shape::kDims)) return SharedMemory<Traits>::kTileRows;
-  return kind == 0 ? tile_rows(0) : max_of(tile_rows(kind), kQRows / 2);
+  return kind == 0 ? tile_rows(0) : max_of(tile_rows(kind), kWarpgroupRows);
 }
 
 /// Gathers pieces [first, end) of the rows of Q that a work item packs into `tile`, and dequantizes 8-bit rows, unless

@@ -16,9 +16,9 @@ namespace attn::sm90 {
 /// Named barriers.
 enum Barrier : int {
   kConsumersBarrier = 1,
-  kWarpgroupBarrier = 2,  // and 3: of the first two consumer warpgroups; wide heads have a third without one
-  kProducerBarrier = 4,
-  kTurnBarrier = 5  // and 6
+  kWarpgroupBarrier = 2,  // to 4
+  kProducerBarrier = 5,
+  kTurnBarrier = 6  // and 7
 };
 
 /// A place in a ring of stages, and the parity of the phase that the ring is in.
@@ -47,6 +47,7 @@ struct SharedMemory {
   static constexpr int kQStages = kTuning<Traits>.q_stages;
   static constexpr int kParts = kTuning<Traits>.stage_parts;
   static constexpr int kKvParts = kTuning<Traits>.kv_stages * kParts;
+  static constexpr int kConsumerWarps = kTuning<Traits>.consumer_warps();
   static constexpr bool kIsWide = is_wide(Traits::Shape::kDims);
   static constexpr int kPartTokens = kTuning<Traits>.kv_tile / kParts;
   using QPlace = RingPlace<kQStages>;
@@ -79,7 +80,7 @@ struct SharedMemory {
   }
   /// What score_scale() is for the item: in shared memory, because consumers have no register to keep it.
   __device__ __forceinline__ static const float& score_scale(const WorkItem& item) {
-    return *reinterpret_cast<const float*>(requests(item) + kQRows);
+    return *reinterpret_cast<const float*>(requests(item) + tile_rows(kPairKind));
   }
   __device__ __forceinline__ int32_t& queued_pair(int number) const {
     return reinterpret_cast<int32_t*>(base + kLayout.queued)[number];
@@ -117,7 +118,7 @@ struct SharedMemory {
   __device__ __forceinline__ void init_barriers(uint32_t lanes) const {
     for (int stage = 0; stage < kQStages; ++stage) {
       ptx::mbarrier_init(q_full(stage), kProducerThreads / 2 + 1);
-      ptx::mbarrier_init(q_free(stage), consumer_warps(Traits::Shape::kDims));
+      ptx::mbarrier_init(q_free(stage), kConsumerWarps);
     }
     for (int part = 0; part < kKvParts; ++part) {
       ptx::mbarrier_init(kv_full(part),

@@ -14,6 +14,7 @@ namespace attn::ptx {
 
 inline float ex2(float x) { return std::exp2(x); }
 inline float lg2(float x) { return std::log2(x); }
+inline float tanh(float x) { return std::tanh(x); }
 
 /// To the nearest, to even among equals.
 inline uint32_t bf16_of(float x) {
