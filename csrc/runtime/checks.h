@@ -208,11 +208,13 @@ inline Dim columns_of_v(int64_t head_dim, int64_t head_dim_v) {
   return Dim{head_dim == head_dim_v ? "head_dim" : "head_dim_v", head_dim_v};
 }
 
+inline KvTensor kv_tensor(const TensorView& t) { return KvTensor{t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)}; }
+
 /// K or V of the cache of one layer.
 inline KvTensor kv_tensor(const char* name, const TensorView& t, DLDevice device, DataType dtype, Dim pages,
                           Dim page_size, Dim heads, Dim columns) {
   check_rows(name, t, device, dl_dtype(dtype), {pages, page_size, heads, columns});
-  return KvTensor{t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
+  return kv_tensor(t);
 }
 
 /// Refuses a tensor to be written whose elements overlap. Strides that interleave dimensions are refused, too, though

@@ -85,13 +85,7 @@ void merge_rows(const MergeStatesParams& p) {
 }  // namespace
 
 void merge_states(const MergeStatesParams& params) {
-  if (params.dtype == DataType::kFloat32) {
-    merge_rows<float>(params);
-  } else if (params.dtype == DataType::kFloat16) {
-    merge_rows<Half>(params);
-  } else {
-    merge_rows<BFloat16>(params);
-  }
+  visit_float(params.dtype, [&](auto element) { merge_rows<decltype(element)>(params); });
 }
 
 }  // namespace attn::cpu
