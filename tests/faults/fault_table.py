@@ -253,8 +253,8 @@ FAULTS = (
     Fault(
         "an instruction set replaced by a lesser one",
         "csrc/common/cpu/isa.cpp",
-        'if (std::strcmp(name, "avx2") == 0) return Isa::kAvx2;',
-        'if (std::strcmp(name, "avx2") == 0) return Isa::kBaseline;',
+        "if (std::strcmp(name, kIsaNames[static_cast<int>(isa)]) == 0) return isa;",
+        "if (std::strcmp(name, kIsaNames[static_cast<int>(isa)]) == 0) return Isa::kBaseline;",
         ("tests/csrc/test_cpu_isa.py", "-k", "avx2"),
     ),
     Fault(
