@@ -28,11 +28,8 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
   using Variant = Variant_;
   using States = RowStates<Engine, Variant>;
   using States::end_row;
-  using States::row_out;
-  using States::store_output;
-  using States::transform_output;
+  using States::write_complete_row;
   using typename States::RowEnd;
-  using typename States::RowOut;
   using Isa = typename Engine::Isa;
   using Float = typename Isa::Float;
   using Element = typename Engine::Element;
@@ -353,18 +350,9 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     const RowEnd end = end_row(params_, s_.row_max[row] * kLn2, s_.row_sum[row], place.qo_head, is_complete);
     const Float scale = Isa::splat(output_scale(end.factor, row));
     if (is_complete) {
-      const RowOut out = row_out(params_, place);
-      if (VariantHooks<Variant>::kOutput || params_.has_out_scale() || params_.is_mixed) {
-        float finished[kMaxHeadDim];
-        for (int i = 0; i < dims_.v; i += Isa::kWidth)
-          Isa::store(finished + i, Isa::mul(engine_.output(row, i), scale));
-        transform_output(params_, finished, dims_.v, tile_.group, place);
-        store_output(params_, finished, dims_.v, out);
-      } else {
-        for (int i = 0; i < dims_.v; i += Isa::kWidth)
-          Isa::store_elements(out.o + i, Isa::mul(engine_.output(row, i), scale), dims_.v - i);
-      }
-      if (out.lse != nullptr) *out.lse = end.lse * params_.lse_unit;
+      float o[kMaxHeadDim];
+      for (int i = 0; i < dims_.v; i += Isa::kWidth) Isa::store(o + i, Isa::mul(engine_.output(row, i), scale));
+      write_complete_row(params_, o, dims_.v, end.lse, tile_.group, place);
     } else {
       const int64_t state = item_.partial == kRowStates
                                 ? row_state_index(params_, group_.state_begin + place.index, place.qo_head)

@@ -24,9 +24,9 @@ __device__ __forceinline__ bool is_inside(const Position& position, const Positi
   return position.tile == pair.tile && position.head == pair.head && position.kv_tile > 0;
 }
 
-/// The CTA nearest to `cta`, which may be the one, whose interval does not start inside `pair`: down from it if kStep
-/// is -1, up if it is 1. All lanes of the warp take part. `position`: that of CTA `cta` + kStep * lane, loaded
-/// beforehand because nothing would hide the latency of a dependent load.
+/// The first CTA, from `cta` on, whose interval does not start inside `pair`: going down if kStep is -1, up if it is 1.
+/// All lanes of the warp take part. `position`: of CTA `cta` + kStep * lane, loaded beforehand because nothing would
+/// hide the latency of a dependent load.
 template <int32_t kStep>
 __device__ __forceinline__ int32_t find_outside(const AttentionParams& params, int32_t cta, const Position& pair,
                                                 Position position) {

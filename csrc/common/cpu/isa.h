@@ -17,7 +17,7 @@ constexpr const char* kIsaNames[] = {"baseline", "avx2", "avx512", "amx"};
 /// The best instruction set of this machine that this build has kernels for.
 Isa best_isa();
 
-/// The instruction set in use: best_isa(), or a lesser one that ATTN_BACKEND_CPU_ISA asks for.
+/// The instruction set in use: best_isa(), or the lesser one in ATTN_BACKEND_CPU_ISA.
 Isa current_isa();
 
 /// Uses `isa`, or the best there is below it.
