@@ -11,20 +11,18 @@ __device__ __forceinline__ void append(const AppendParams& p) {
   const int32_t k_words = p.k_head_bytes / static_cast<int32_t>(sizeof(Word));
   const int32_t v_words = p.v_head_bytes / static_cast<int32_t>(sizeof(Word));
   const int32_t words = max_of(k_words, v_words);
-  const int64_t num_slots = min_of<int64_t>(static_cast<int64_t>(p.num_pages) * p.page_size.divisor, 0x7fffffff);
   for (int32_t token = blockIdx.x; token < p.num_tokens; token += gridDim.x) {
     const int64_t slot = p.slots[token];
-    if (slot < 0 || slot >= num_slots) continue;
-    const int32_t page = p.page_size.divide(static_cast<int32_t>(slot));
-    const int32_t page_token = static_cast<int32_t>(slot) - page * p.page_size.divisor;
-    const int64_t k_token = page * p.k_cache.page_stride + page_token * p.k_cache.token_stride;
-    const int64_t v_token = page * p.v_cache.page_stride + page_token * p.v_cache.token_stride;
+    if (!p.pages.has(slot)) continue;
+    const SlotPlace place = p.pages.place(static_cast<int32_t>(slot));
+    const int64_t k_token = p.k_cache.element(place);
+    const int64_t v_token = p.v_cache.element(place);
     for (int32_t i = threadIdx.x; i < p.num_kv_heads * words; i += blockDim.x) {
       const int32_t head = i / words;
       const int32_t word = i - head * words;
-      const auto source = [&](const void* data, int64_t token_stride, int64_t head_stride) {
-        return reinterpret_cast<const Word*>(static_cast<const char*>(data) +
-                                             (token * token_stride + head * head_stride) * p.element_bytes)[word];
+      const auto source = [&](const HeadRows& rows) {
+        const int64_t element = token * rows.token_stride + head * rows.head_stride;
+        return reinterpret_cast<const Word*>(static_cast<const char*>(rows.data) + element * p.element_bytes)[word];
       };
       const auto target = [&](const KvTensor& cache, int64_t token_element) {
         return reinterpret_cast<Word*>(static_cast<char*>(const_cast<void*>(cache.data)) +
@@ -32,8 +30,8 @@ __device__ __forceinline__ void append(const AppendParams& p) {
                word;
       };
       Word k, v;
-      if (word < k_words) k = source(p.k, p.k_token_stride, p.k_head_stride);
-      if (word < v_words) v = source(p.v, p.v_token_stride, p.v_head_stride);
+      if (word < k_words) k = source(p.k);
+      if (word < v_words) v = source(p.v);
       if (word < k_words) *target(p.k_cache, k_token) = k;
       if (word < v_words) *target(p.v_cache, v_token) = v;
     }
@@ -43,10 +41,10 @@ __device__ __forceinline__ void append(const AppendParams& p) {
 /// The bits that are set in some address or byte stride. A power of two divides all of them if it is at or below the
 /// lowest bit.
 __device__ __forceinline__ uint64_t address_bits(const AppendParams& p) {
-  const int64_t strides = p.k_token_stride | p.k_head_stride | p.v_token_stride | p.v_head_stride |
+  const int64_t strides = p.k.token_stride | p.k.head_stride | p.v.token_stride | p.v.head_stride |
                           p.k_cache.page_stride | p.k_cache.token_stride | p.k_cache.head_stride |
                           p.v_cache.page_stride | p.v_cache.token_stride | p.v_cache.head_stride;
-  return reinterpret_cast<uint64_t>(p.k) | reinterpret_cast<uint64_t>(p.v) |
+  return reinterpret_cast<uint64_t>(p.k.data) | reinterpret_cast<uint64_t>(p.v.data) |
          reinterpret_cast<uint64_t>(p.k_cache.data) | reinterpret_cast<uint64_t>(p.v_cache.data) |
          static_cast<uint64_t>(strides * p.element_bytes) | static_cast<uint64_t>(p.k_head_bytes | p.v_head_bytes);
 }

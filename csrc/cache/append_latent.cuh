@@ -5,6 +5,7 @@
 #include "common/elements.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/math.cuh"
+#include "common/ptx/warp.cuh"
 
 namespace attn {
 
@@ -23,9 +24,7 @@ __device__ __forceinline__ void append_latent(const LatentParams& p) {
       x[i] = BFloat16::unpack(latent[i]);
       largest = fmaxf(largest, fabsf(x[i]));
     }
-#pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
-    const float scale = latent_scale(largest);
+    const float scale = latent_scale(ptx::warp_max(largest));
     const uint32_t low = ptx::pack_e4m3(x[0] / scale, x[1] / scale);
     const uint32_t high = ptx::pack_e4m3(x[2] / scale, x[3] / scale);
     *reinterpret_cast<uint32_t*>(row + first) = low | high << 16;

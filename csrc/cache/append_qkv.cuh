@@ -186,18 +186,15 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
 
   const int32_t element_bytes = is_quantized ? 1 : 2;
   KvTensor target = KvTensor{p.q_out.data, 0, p.q_out.token_stride, p.q_out.head_stride};
-  int32_t page = 0, in_page = group.token;
+  SlotPlace token{0, group.token};
   if (!is_q) {
     target = is_v ? p.v_cache : p.k_cache;
     const int32_t slot = p.slots.narrow(slot_words);
-    if (slot < 0 || slot >= min_of(static_cast<int64_t>(p.num_pages) * p.page_size.divisor, kMaxInt32)) return;
-    page = p.page_size.divide(slot);
-    in_page = slot - page * p.page_size.divisor;
+    if (!p.pages.has(slot)) return;
+    token = p.pages.place(slot);
   }
-  char* to =
-      static_cast<char*>(const_cast<void*>(target.data)) +
-      (page * target.page_stride + in_page * target.token_stride + group.first_head * target.head_stride + place.low) *
-          element_bytes;
+  const int64_t element = target.element(token, group.first_head) + place.low;
+  char* to = static_cast<char*>(const_cast<void*>(target.data)) + element * element_bytes;
   const int64_t head_bytes = target.head_stride * element_bytes;
 #pragma unroll
   for (int32_t i = 0; i < kGroupHeads; ++i) {

@@ -18,9 +18,8 @@ __device__ __forceinline__ void append_rounded(const QkvParams& p) {
   const int32_t token = static_cast<int32_t>(blockIdx.x);
   if (token >= p.num_tokens) return;
   const int32_t slot = p.slots[token];
-  if (slot < 0 || slot >= min_of(static_cast<int64_t>(p.num_pages) * p.page_size.divisor, kMaxInt32)) return;
-  const int32_t page = p.page_size.divide(slot);
-  const int32_t in_page = slot - page * p.page_size.divisor;
+  if (!p.pages.has(slot)) return;
+  const SlotPlace place = p.pages.place(slot);
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   const int32_t column = (thread & ((1 << p.lane_bits) - 1)) * 2 * kSize;
   const int32_t heads = p.v.data != nullptr ? 2 * p.num_kv_heads : p.num_kv_heads;
@@ -33,8 +32,7 @@ __device__ __forceinline__ void append_rounded(const QkvParams& p) {
     const KvTensor& target = is_v ? p.v_cache : p.k_cache;
     const uint16_t* from =
         static_cast<const uint16_t*>(rows.data) + token * rows.token_stride + head * rows.head_stride + column;
-    uint8_t* to = static_cast<uint8_t*>(const_cast<void*>(target.data)) + page * target.page_stride +
-                  in_page * target.token_stride + head * target.head_stride + column;
+    uint8_t* to = static_cast<uint8_t*>(const_cast<void*>(target.data)) + target.element(place, head) + column;
     uint32_t words[kSize];
     load_words<kSize, true>(from, words);
     load_words<kSize, true>(from + kSize, words + kSize / 2);

@@ -20,16 +20,13 @@ struct LatentParams {
   KvTensor cache;  // written
   IndexArray slots;
   int32_t num_tokens;
-  int32_t num_pages;
-  FastDivisor page_size;
+  CachePages pages;
 
   /// Where the row of a token begins; nullptr: nowhere.
   ATTN_HD char* row(int32_t token) const {
     const int64_t slot = slots[token];
-    if (slot < 0 || slot >= min_of<int64_t>(int64_t{num_pages} * page_size.divisor, kMaxInt32)) return nullptr;
-    const int32_t page = page_size.divide(static_cast<int32_t>(slot));
-    const int32_t in_page = static_cast<int32_t>(slot) - page * page_size.divisor;
-    return static_cast<char*>(const_cast<void*>(cache.data)) + page * cache.page_stride + in_page * cache.token_stride;
+    if (!pages.has(slot)) return nullptr;
+    return static_cast<char*>(const_cast<void*>(cache.data)) + cache.element(pages.place(static_cast<int32_t>(slot)));
   }
 };
 

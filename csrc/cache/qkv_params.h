@@ -8,13 +8,6 @@
 
 namespace attn {
 
-/// Rows of heads: element (token, head, i) is data[token * token_stride + head * head_stride + i].
-struct HeadRows {
-  const void* data;
-  int64_t token_stride;
-  int64_t head_stride;
-};
-
 /// What gives the angle of pair i at a position.
 enum class RotaryTable : int32_t {
   kNone,         // no rotation
@@ -44,11 +37,10 @@ struct QkvParams {
   float norm_eps;
   float norm_offset;  // added to weights
   int32_t num_tokens;
-  int32_t num_pages;
   int32_t num_qo_heads;
   int32_t num_kv_heads;
   int32_t head_dim;
-  FastDivisor page_size;
+  CachePages pages;
   KvScales scales;              // of an 8-bit cache, none of them of requests; its type, of any
   FastDivisor groups_of_token;  // set by divide_work(), for the kernels
   int32_t lane_bits;            // log2 of the lanes that have a head

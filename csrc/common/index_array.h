@@ -5,6 +5,15 @@
 
 namespace attn {
 
+/// Reads what nobody writes while a kernel runs.
+ATTN_HD int32_t read_only(const int32_t* from) {
+#if defined(__CUDA_ARCH__)
+  return __ldg(from);
+#else
+  return *from;
+#endif
+}
+
 /// An array of int32 or int64 that the engine owns (SGLang's lengths are int64, vLLM's are int32).
 struct IndexArray {
   const void* data = nullptr;
@@ -32,12 +41,7 @@ struct IndexArray {
   ATTN_HD Words words(int32_t i) const {
     const char* element = static_cast<const char*>(data) + static_cast<int64_t>(i) * (is_int64 ? 8 : 4);
     const int32_t* at = reinterpret_cast<const int32_t*>(element);
-    // `high` of an int32 is not used.
-#if defined(__CUDA_ARCH__)
-    return Words{__ldg(at), __ldg(at + is_int64)};
-#else
-    return Words{at[0], at[is_int64]};
-#endif
+    return Words{read_only(at), read_only(at + is_int64)};  // `high` of an int32 is not used
   }
 
   /// An element as an int32, clamped.

@@ -56,6 +56,17 @@ ATTN_HD constexpr T clamp(T x, T low, T high) {
   return min_of(max_of(x, low), high);
 }
 
+/// The last index below `count` that `holds`; 0 if none does. All indices before it hold, those after it do not.
+template <class Predicate>
+ATTN_HD int32_t find_last(int32_t count, const Predicate& holds) {
+  int32_t last = 0;
+  for (int32_t end = count; end - last > 1;) {
+    const int32_t middle = last + (end - last) / 2;
+    (holds(middle) ? last : end) = middle;
+  }
+  return last;
+}
+
 // A float's bits, and back.
 ATTN_HD uint32_t float_bits(float x) {
 #if defined(__CUDA_ARCH__)

@@ -13,10 +13,8 @@ using uint32_t = unsigned int;
 using uint64_t = unsigned long;
 using uintptr_t = unsigned long;
 using size_t = unsigned long;
-#define ATTN_MEMCPY memcpy
 #else
 #include <cstdint>
-#define ATTN_MEMCPY __builtin_memcpy
 #endif
 
 #if defined(__CUDACC__)

@@ -118,9 +118,7 @@ ATTN_HD PairDistribution distribute_pairs(const PlanParams& p, const Planned& pl
       longest <= 2 * config.pair_cost[kind] + config.kv_tile_cost[kind];  // is_uncut(), of the longest
   const bool stays_whole = planned.num_merge_rows == 0 && is_even && (!is_uncut || 2 * longest <= planned.share);
   const bool is_unequal = 4 * total_cost <= 3 * longest * num_pairs;
-  const bool has_many =
-      longest * (is_unequal ? min_of(kUnequalQueuePairs, config.min_queue_pairs) : config.min_queue_pairs) <=
-      planned.share;
+  const bool has_many = longest * (is_unequal ? kUnequalQueuePairs : config.min_queue_pairs) <= planned.share;
   distribution.uses_queue =
       planned.num_tiles >= 2 * planned.num_groups && (has_many || (stays_whole && most_pairs > 1));
   distribution.whole |= distribution.uses_queue || (stays_whole && most_pairs == 1);

@@ -35,38 +35,37 @@ void launch(const driver::Kernel& kernel, int64_t ctas, uint32_t threads, const 
                  current_stream(device));
 }
 
+HeadRows head_rows(const TensorView& t) { return HeadRows{t.data_ptr(), t.stride(0), t.stride(1)}; }
+
+/// The pages of a cache, whose K has been found to have four dimensions.
+CachePages pages_of(const TensorView& k) {
+  return CachePages{narrow("kv.k.shape[0] (pages)", k.size(0)),
+                    FastDivisor(narrow("kv.k.shape[1] (page_size)", k.size(1), 1))};
+}
+
 void append_kv(TensorView k, TensorView v, TensorView k_cache, TensorView v_cache, TensorView slots) {
   const DLDevice device = k_cache.device();
   check_shape("kv.k", k_cache, {{"pages"}, {"page_size"}, {"num_kv_heads"}, {"head_dim"}});
   const Dim heads{"num_kv_heads", k_cache.size(2)}, head_dim{"head_dim", k_cache.size(3)};
   check_shape("kv.v", v_cache, {{"pages", k_cache.size(0)}, {"page_size", k_cache.size(1)}, heads, {"head_dim_v"}});
   const Dim head_dim_v = columns_of_v(k_cache.size(3), v_cache.size(3));
-  const int32_t page_size = narrow("kv.k.shape[1] (page_size)", k_cache.size(1), 1);
   AppendParams params{};
+  params.pages = pages_of(k_cache);
   params.slots = index_array("slots", slots, device, 0);
-  const struct {
-    const char* name;
-    const TensorView& tokens;
-    const char* cache_name;
-    const TensorView& cache;
-    Dim columns;
-  } pairs[] = {{"k", k, "kv.k", k_cache, head_dim}, {"v", v, "kv.v", v_cache, head_dim_v}};
-  for (const auto& [name, tokens, cache_name, cache, columns] : pairs) {
+  const auto check = [&](const char* name, const TensorView& tokens, const char* cache_name, const TensorView& cache,
+                         Dim columns) {
     check_rows(name, tokens, device, k_cache.dtype(), {{"tokens"}, heads, columns});
     check_rows(cache_name, cache, device, k_cache.dtype(), {{"pages"}, {"page_size"}, heads, columns});
     check_no_overlap(cache_name, cache);
     check_size(name, tokens, 0, slots.size(0), "slots.shape[0] = ");
-  }
+  };
+  check("k", k, "kv.k", k_cache, head_dim);
+  check("v", v, "kv.v", v_cache, head_dim_v);
   params.num_tokens = narrow("slots.shape[0]", slots.size(0));
-  params.k = k.data_ptr();
-  params.v = v.data_ptr();
-  params.k_token_stride = k.stride(0);
-  params.k_head_stride = k.stride(1);
-  params.v_token_stride = v.stride(0);
-  params.v_head_stride = v.stride(1);
-  params.k_cache = KvTensor{k_cache.data_ptr(), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2)};
-  params.v_cache = KvTensor{v_cache.data_ptr(), v_cache.stride(0), v_cache.stride(1), v_cache.stride(2)};
-  params.num_pages = narrow("kv.k.shape[0] (pages)", k_cache.size(0));
+  params.k = head_rows(k);
+  params.v = head_rows(v);
+  params.k_cache = kv_tensor(k_cache);
+  params.v_cache = kv_tensor(v_cache);
   params.num_kv_heads = narrow("kv.k.shape[2] (num_kv_heads)", k_cache.size(2));
   params.element_bytes = k_cache.dtype().bits / 8;
   const auto head_bytes = [&](const char* name, const TensorView& cache) {
@@ -74,9 +73,8 @@ void append_kv(TensorView k, TensorView v, TensorView k_cache, TensorView v_cach
   };
   params.k_head_bytes = head_bytes("kv.k.shape[3] (head_dim)", k_cache);
   params.v_head_bytes = head_bytes("kv.v.shape[3] (head_dim_v)", v_cache);
-  params.page_size = FastDivisor(page_size);
   if (device.device_type == kDLCPU) {
-    if (params.num_tokens > 0 && params.num_pages > 0) cpu::append(params);
+    if (params.num_tokens > 0 && params.pages.count > 0) cpu::append(params);
     return;
   }
   const driver::Kernel* const kernel = append_kernels[narrow("device", device.device_id, 0, driver::kMaxDevices - 1)];
@@ -124,8 +122,6 @@ void launch_append_qkv(QkvParams& params, DataType dtype, DLDevice device, std::
   launch(driver::loaded_kernel(file, symbol, device.device_id), append_qkv_ctas(params, kernel), kAppendQkvThreads,
          &params, device);
 }
-
-HeadRows head_rows(const TensorView& t) { return HeadRows{t.data_ptr(), t.stride(0), t.stride(1)}; }
 
 /// A cache that is written.
 KvTensor cache_of(const char* name, const TensorView& t, DLDevice device, DataType dtype, Dim pages, Dim page_size,
@@ -250,8 +246,7 @@ void append_qkv(const AppendQkvArguments& given) {
       cache_of(is_cached ? "kv.k" : "k_out", k_cache, device, kv_dtype, {"pages"}, {"page_size"}, kv_heads, head_dim);
   params.scales = KvScales{append_scale("kv.k_scale", given.k_scale, device, k.size(1)),
                            append_scale("kv.v_scale", given.v_scale, device, k.size(1)), kv_dtype};
-  params.num_pages = narrow("kv.k.shape[0] (pages)", k_cache.size(0));
-  params.page_size = FastDivisor(narrow("kv.k.shape[1] (page_size)", k_cache.size(1), 1));
+  params.pages = pages_of(k_cache);
   if (is_cached) {
     params.v = rows_of("v", given.v.value(), kv_heads);
     params.v_cache = cache_of("kv.v", given.v_cache.value(), device, kv_dtype, {"pages", k_cache.size(0)},
@@ -299,8 +294,7 @@ void append_kv_rounded(const AppendKvRoundedArguments& given) {
   const Dim head_dim{"head_dim", k_columns};
   params.k = rows_of("k", k, head_dim);
   params.k_cache = cache_of("kv.k", k_cache, device, kv_dtype, pages, page_size, heads, head_dim);
-  params.num_pages = narrow("kv.k.shape[0] (pages)", k_cache.size(0));
-  params.page_size = FastDivisor(narrow("kv.k.shape[1] (page_size)", k_cache.size(1), 1));
+  params.pages = pages_of(k_cache);
   params.scales = KvScales{append_scale("kv.k_scale", given.k_scale, device, k_cache.size(2)),
                            append_scale("kv.v_scale", given.v_scale, device, k_cache.size(2)), kv_dtype};
   params.head_dim = k_columns;
@@ -348,8 +342,7 @@ void append_latent(TensorView latent, TensorView rope, TensorView cache, TensorV
   params.rope = rope.data_ptr();
   params.latent_stride = latent.stride(0);
   params.rope_stride = rope.stride(0);
-  params.num_pages = narrow("kv.k.shape[0] (pages)", cache.size(0));
-  params.page_size = FastDivisor(narrow("kv.k.shape[1] (page_size)", cache.size(1), 1));
+  params.pages = pages_of(cache);
   if (device.device_type == kDLCPU) return cpu::append_latent(params);
   launch(driver::loaded_kernel(view(file), "append_latent_kernel", device.device_id), params.num_tokens,
          kAppendLatentThreads, &params, device);

@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "attention/cpu/executor.h"
-#include "attention/cpu/variant_loader.h"
+#include "attention/cpu/variant_module.h"
 #include "attention/merge/shape.h"
 #include "attention/variant/row_ranges.h"
 #include "planner/forest.h"
@@ -134,7 +134,7 @@ Attention::Attention(const AttentionConfig& config, const KernelFiles& files)
   } else if (is_interpreted_) {
     // Python interprets the variant: this object plans, and checks what runs are given.
   } else if (config.has_variant) {
-    cpu_kernels_ = cpu::load_variant(file_of(files, "variant"));
+    cpu_kernels_ = cpu::load_variant(file_of(files, "variant").c_str());
   }
   if (config_.num_ctas == 0) {
     config_.num_ctas = config.on_cuda

@@ -41,10 +41,7 @@ int64_t attention_create(const Bytes& config, const Map<String, String>& files) 
 }
 
 /// The instruction set in use, by its name in ATTN_BACKEND_CPU_ISA.
-String current_isa() {
-  constexpr const char* kNames[] = {"baseline", "avx2", "avx512", "amx"};
-  return kNames[static_cast<int>(cpu::current_isa())];
-}
+String current_isa() { return cpu::kIsaNames[static_cast<int>(cpu::current_isa())]; }
 
 void attention_destroy(int64_t handle) { delete &Attention::of(handle); }
 

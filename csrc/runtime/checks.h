@@ -118,21 +118,15 @@ inline void check_shape(const char* name, const TensorView& tensor, std::initial
 }
 
 inline DLDataType dl_dtype(DataType dtype) {
-  switch (dtype) {
-    case DataType::kFloat32:
-      return kFloat32;
-    case DataType::kFloat16:
-      return DLDataType{kDLFloat, 16, 1};
-    case DataType::kFloat8E4M3:
-      return DLDataType{kDLFloat8_e4m3fn, 8, 1};
-    case DataType::kFloat8E5M2:
-      return DLDataType{kDLFloat8_e5m2, 8, 1};
-    case DataType::kScaledLatent:
-      return DLDataType{kDLUInt, 8, 1};
-    case DataType::kBFloat16:
-      break;
-  }
-  return DLDataType{kDLBfloat, 16, 1};
+  constexpr DLDataType kDtypes[] = {
+      kFloat32,                  // in the order of DataType
+      {kDLFloat, 16, 1},         // kFloat16
+      {kDLBfloat, 16, 1},        // kBFloat16
+      {kDLFloat8_e4m3fn, 8, 1},  // kFloat8E4M3
+      {kDLFloat8_e5m2, 8, 1},    // kFloat8E5M2
+      {kDLUInt, 8, 1},           // kScaledLatent
+  };
+  return kDtypes[static_cast<int32_t>(dtype)];
 }
 
 /// The one of `known` that a dtype is, if it is one of them.
@@ -208,11 +202,13 @@ inline Dim columns_of_v(int64_t head_dim, int64_t head_dim_v) {
   return Dim{head_dim == head_dim_v ? "head_dim" : "head_dim_v", head_dim_v};
 }
 
+inline KvTensor kv_tensor(const TensorView& t) { return KvTensor{t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)}; }
+
 /// K or V of the cache of one layer.
 inline KvTensor kv_tensor(const char* name, const TensorView& t, DLDevice device, DataType dtype, Dim pages,
                           Dim page_size, Dim heads, Dim columns) {
   check_rows(name, t, device, dl_dtype(dtype), {pages, page_size, heads, columns});
-  return KvTensor{t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
+  return kv_tensor(t);
 }
 
 /// Refuses a tensor to be written whose elements overlap. Strides that interleave dimensions are refused, too, though

@@ -50,25 +50,31 @@ struct LaunchConfig {
   unsigned num_attributes;
 };
 
+/// The functions that are used, with the types of their arguments.
+#define CUDA_FUNCTIONS(FUNCTION)                                                                                   \
+  FUNCTION(cuInit, unsigned)                                                                                       \
+  FUNCTION(cuGetErrorName, Result, const char**)                                                                   \
+  FUNCTION(cuDeviceGet, Device*, int)                                                                              \
+  FUNCTION(cuDeviceGetAttribute, int*, int, Device)                                                                \
+  FUNCTION(cuDevicePrimaryCtxRetain, Context*, Device)                                                             \
+  FUNCTION(cuCtxGetCurrent, Context*)                                                                              \
+  FUNCTION(cuCtxSetCurrent, Context)                                                                               \
+  FUNCTION(cuModuleLoad, Module*, const char*)                                                                     \
+  FUNCTION(cuModuleGetFunction, Function*, Module, const char*)                                                    \
+  FUNCTION(cuModuleGetGlobal_v2, uint64_t*, size_t*, Module, const char*)                                          \
+  FUNCTION(cuMemcpyDtoH_v2, void*, uint64_t, size_t)                                                               \
+  FUNCTION(cuPointerGetAttribute, void*, int, uint64_t)                                                            \
+  FUNCTION(cuFuncSetAttribute, Function, int, int)                                                                 \
+  FUNCTION(cuFuncGetAttribute, int*, int, Function)                                                                \
+  FUNCTION(cuOccupancyMaxActiveBlocksPerMultiprocessor, int*, Function, int, size_t)                               \
+  FUNCTION(cuLaunchKernelEx, const LaunchConfig*, Function, void**, void**)                                        \
+  FUNCTION(cuTensorMapEncodeTiled, void*, int, unsigned, void*, const uint64_t*, const uint64_t*, const uint32_t*, \
+           const uint32_t*, int, int, int, int)
+
 struct Driver {
-  Result (*init)(unsigned);
-  Result (*error_name)(Result, const char**);
-  Result (*device_get)(Device*, int);
-  Result (*device_attribute)(int*, int, Device);
-  Result (*primary_retain)(Context*, Device);
-  Result (*context_get)(Context*);
-  Result (*context_set)(Context);
-  Result (*module_load)(Module*, const char*);
-  Result (*module_function)(Function*, Module, const char*);
-  Result (*module_global)(uint64_t*, size_t*, Module, const char*);
-  Result (*copy_to_host)(void*, uint64_t, size_t);
-  Result (*pointer_attribute)(void*, int, uint64_t);
-  Result (*function_attribute)(Function, int, int);
-  Result (*get_function_attribute)(int*, int, Function);
-  Result (*occupancy)(int*, Function, int, size_t);
-  Result (*launch)(const LaunchConfig*, Function, void**, void**);
-  Result (*encode_tiled)(void*, int, unsigned, void*, const uint64_t*, const uint64_t*, const uint32_t*,
-                         const uint32_t*, int, int, int, int);
+#define DECLARE(name, ...) Result (*name)(__VA_ARGS__);
+  CUDA_FUNCTIONS(DECLARE)
+#undef DECLARE
 };
 
 template <class Pointer>
@@ -83,24 +89,10 @@ const Driver& driver() {
     void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) TVM_FFI_THROW(RuntimeError) << "a CUDA tensor needs the NVIDIA driver: " << dlerror();
     Driver d;
-    find(library, "cuInit", d.init);
-    find(library, "cuGetErrorName", d.error_name);
-    find(library, "cuDeviceGet", d.device_get);
-    find(library, "cuDeviceGetAttribute", d.device_attribute);
-    find(library, "cuDevicePrimaryCtxRetain", d.primary_retain);
-    find(library, "cuCtxGetCurrent", d.context_get);
-    find(library, "cuCtxSetCurrent", d.context_set);
-    find(library, "cuModuleLoad", d.module_load);
-    find(library, "cuModuleGetFunction", d.module_function);
-    find(library, "cuModuleGetGlobal_v2", d.module_global);
-    find(library, "cuMemcpyDtoH_v2", d.copy_to_host);
-    find(library, "cuPointerGetAttribute", d.pointer_attribute);
-    find(library, "cuFuncSetAttribute", d.function_attribute);
-    find(library, "cuFuncGetAttribute", d.get_function_attribute);
-    find(library, "cuOccupancyMaxActiveBlocksPerMultiprocessor", d.occupancy);
-    find(library, "cuLaunchKernelEx", d.launch);
-    find(library, "cuTensorMapEncodeTiled", d.encode_tiled);
-    d.init(0);
+#define FIND(name, ...) find(library, #name, d.name);
+    CUDA_FUNCTIONS(FIND)
+#undef FIND
+    d.cuInit(0);
     return d;
   }();
   return loaded;
@@ -108,7 +100,7 @@ const Driver& driver() {
 
 std::string describe(Result result, const std::string& doing) {
   const char* name = nullptr;
-  driver().error_name(result, &name);
+  driver().cuGetErrorName(result, &name);
   return doing + ": " + (name ? name : "unknown CUDA error") + " (" + std::to_string(result) + ")";
 }
 
@@ -132,8 +124,8 @@ Context primary_context(int32_t device) {
   context = contexts[device].load(std::memory_order_relaxed);
   if (context != nullptr) return context;
   Device handle;
-  check(driver().device_get(&handle, device), "cuDeviceGet");
-  check(driver().primary_retain(&context, handle), "cuDevicePrimaryCtxRetain");
+  check(driver().cuDeviceGet(&handle, device), "cuDeviceGet");
+  check(driver().cuDevicePrimaryCtxRetain(&context, handle), "cuDevicePrimaryCtxRetain");
   contexts[device].store(context, std::memory_order_release);
   return context;
 }
@@ -142,16 +134,16 @@ Context primary_context(int32_t device) {
 void use_device(int32_t device) {
   const Context wanted = primary_context(device);
   Context current = nullptr;
-  driver().context_get(&current);
-  if (current != wanted) check(driver().context_set(wanted), "cuCtxSetCurrent");
+  driver().cuCtxGetCurrent(&current);
+  if (current != wanted) check(driver().cuCtxSetCurrent(wanted), "cuCtxSetCurrent");
 }
 
 int32_t device_attribute(int32_t device, int attribute) {
   use_device(device);
   int value = 0;
   Device handle;
-  check(driver().device_get(&handle, device), "cuDeviceGet");
-  check(driver().device_attribute(&value, attribute, handle), "cuDeviceGetAttribute");
+  check(driver().cuDeviceGet(&handle, device), "cuDeviceGet");
+  check(driver().cuDeviceGetAttribute(&value, attribute, handle), "cuDeviceGetAttribute");
   return value;
 }
 
@@ -166,7 +158,7 @@ Kernel load_kernel(const std::string& file, const char* symbol, int32_t device, 
   std::lock_guard<std::mutex> lock(mutex);
   Module& module = modules[{file, device}];
   if (module == nullptr) {
-    const Result result = driver().module_load(&module, file.c_str());
+    const Result result = driver().cuModuleLoad(&module, file.c_str());
     if (result != 0) TVM_FFI_THROW(RejectedKernelError) << describe(result, "loading " + file);
   }
   Kernel kernel;
@@ -174,14 +166,14 @@ Kernel load_kernel(const std::string& file, const char* symbol, int32_t device, 
   kernel.device = device;
   kernel.shared_bytes = shared_bytes;
   kernel.name = symbol;
-  check(driver().module_function(&kernel.function, module, symbol), "looking for " + kernel.name + " in " + file);
+  check(driver().cuModuleGetFunction(&kernel.function, module, symbol), "looking for " + kernel.name + " in " + file);
   int ptx_version = 0;
-  check(driver().get_function_attribute(&ptx_version, kPtxVersion, kernel.function),
+  check(driver().cuFuncGetAttribute(&ptx_version, kPtxVersion, kernel.function),
         "asking what " + kernel.name + " was compiled for");
   kernel.waits = ptx_version >= 90;
   int32_t& limit = allowed.emplace(kernel.function, -1).first->second;
   if (shared_bytes > limit) {
-    check(driver().function_attribute(kernel.function, kMaxDynamicSharedSizeBytes, shared_bytes),
+    check(driver().cuFuncSetAttribute(kernel.function, kMaxDynamicSharedSizeBytes, shared_bytes),
           "giving " + std::to_string(shared_bytes) + " bytes of shared memory to " + kernel.name);
     limit = shared_bytes;
   }
@@ -198,10 +190,10 @@ KernelCode find_code(const Kernel& kernel) {
   uint64_t variable = 0;
   size_t bytes = 0;
   KernelCode code{};
-  if (driver().module_global(&variable, &bytes, kernel.module, (kernel.name + "_code").c_str()) != 0 ||
+  if (driver().cuModuleGetGlobal_v2(&variable, &bytes, kernel.module, (kernel.name + "_code").c_str()) != 0 ||
       bytes != sizeof(code))
     return {};
-  check(driver().copy_to_host(&code, variable, sizeof(code)), "reading where the code of " + kernel.name + " lies");
+  check(driver().cuMemcpyDtoH_v2(&code, variable, sizeof(code)), "reading where the code of " + kernel.name + " lies");
   // A module's variables and its code lie in one region. A prefetch of an address without memory takes thirty times as
   // long.
   constexpr uint64_t kRegionBytes = uint64_t{1} << 32;
@@ -219,7 +211,7 @@ const Kernel& loaded_kernel(std::string_view file, std::string_view symbol, int3
     if (known.device == device && known.name == symbol && known_file == file) return known;
   const Kernel kernel = load_kernel(std::string(file), std::string(symbol).c_str(), device, shared_bytes);
   if (has_large_clusters)
-    check(driver().function_attribute(kernel.function, kNonPortableClusterSizeAllowed, 1),
+    check(driver().cuFuncSetAttribute(kernel.function, kNonPortableClusterSizeAllowed, 1),
           "allowing large clusters of " + kernel.name);
   return kernels.emplace_back(file, kernel).second;
 }
@@ -227,7 +219,8 @@ const Kernel& loaded_kernel(std::string_view file, std::string_view symbol, int3
 int32_t ctas_per_multiprocessor(const Kernel& kernel, int32_t threads) {
   use_device(kernel.device);
   int count = 0;
-  check(driver().occupancy(&count, kernel.function, threads, static_cast<size_t>(kernel.shared_bytes)),
+  check(driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel.function, threads,
+                                                             static_cast<size_t>(kernel.shared_bytes)),
         "occupancy of " + kernel.name);
   return count;
 }
@@ -245,7 +238,7 @@ int32_t multiprocessor_count(int32_t device) {
 
 bool is_device_memory(uint64_t address) {
   unsigned type = 0;
-  return driver().pointer_attribute(&type, kPointerMemoryType, address) == 0;
+  return driver().cuPointerGetAttribute(&type, kPointerMemoryType, address) == 0;
 }
 
 int32_t max_shared_bytes(int32_t device) { return device_attribute(device, kMaxSharedMemoryPerBlockOptin); }
@@ -275,9 +268,9 @@ bool encode(const Tensor4d& tensor, TensorMap& map) {
   constexpr int kNoPromotion = 0, kPromoteToL2_128 = 2;
   const int promotion = alignment_bits % 128 == 0 ? kPromoteToL2_128 : kNoPromotion;
   const uint32_t steps[4] = {1, 1, 1, 1};
-  return driver().encode_tiled(&map, tensor_map_type(tensor.dtype), 4, const_cast<void*>(tensor.data), tensor.sizes,
-                               strides, tensor.box, steps, kNoInterleave, static_cast<int>(tensor.swizzle), promotion,
-                               kNoFill) == 0;
+  return driver().cuTensorMapEncodeTiled(&map, tensor_map_type(tensor.dtype), 4, const_cast<void*>(tensor.data),
+                                         tensor.sizes, strides, tensor.box, steps, kNoInterleave,
+                                         static_cast<int>(tensor.swizzle), promotion, kNoFill) == 0;
 }
 
 void launch(const Kernel& kernel, const Launch& shape, const void* params, Stream stream) {
@@ -307,7 +300,7 @@ void launch(const Kernel& kernel, const Launch& shape, const void* params, Strea
   config.attributes = attributes;
   config.num_attributes = num_attributes;
   void* arguments[] = {const_cast<void*>(params)};
-  const Result result = driver().launch(&config, kernel.function, arguments, nullptr);
+  const Result result = driver().cuLaunchKernelEx(&config, kernel.function, arguments, nullptr);
   if (result != 0) {
     check(result, "launching " + kernel.name + " with grid " + std::to_string(shape.grid_x) + " x " +
                       std::to_string(shape.grid_y) + " x " + std::to_string(shape.grid_z) + ", " +

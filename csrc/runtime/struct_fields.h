@@ -7,9 +7,9 @@
 
 namespace attn {
 
-/// One field of a struct, or bytes between two fields.
+/// One field of a struct.
 struct Field {
-  const char* name;  // nullptr: padding
+  const char* name;
   const char* type;  // as NumPy abbreviates it ("i4"), or the name of another struct
   size_t type_bytes;
   size_t count;  // elements of an array; 0: not an array
@@ -49,29 +49,38 @@ constexpr Field make_field(const char* name, size_t offset) {
   return Field{name, type_name<T>(), sizeof(T), std::extent_v<Member>, offset};
 }
 
-/// Bytes between two fields, or after the last, that belong to none.
-constexpr Field padding(size_t bytes) { return Field{nullptr, nullptr, bytes, 0, 0}; }
-
-/// Whether the table accounts for every byte of the struct.
+/// Whether the table accounts for every byte of the struct, in order. `padding`: bytes that belong to no field.
 template <class Struct>
-constexpr bool is_covered() {
-  size_t end = 0;
+constexpr bool is_covered(size_t padding) {
+  size_t end = 0, bytes = padding;
   for (const Field& field : StructFields<Struct>::fields) {
-    if (field.name != nullptr && field.offset != end) return false;
-    end += field.bytes();
+    if (field.offset < end) return false;
+    end = field.offset + field.bytes();
+    bytes += field.bytes();
   }
-  return end == sizeof(Struct);
+  return bytes == sizeof(Struct);
 }
 
 }  // namespace attn
 
-/// The table of a struct: ATTN_STRUCT(RowLink, ATTN_FIELD(group), ATTN_FIELD(index));
-#define ATTN_STRUCT(Struct, ...)                     \
-  template <>                                        \
-  struct StructFields<Struct> {                      \
-    using Self = Struct;                             \
-    static constexpr const char* name = #Struct;     \
-    static constexpr Field fields[] = {__VA_ARGS__}; \
-  };                                                 \
-  static_assert(is_covered<Struct>(), "the table of " #Struct " lacks a field, or has them in another order")
-#define ATTN_FIELD(member) make_field<decltype(Self::member)>(#member, offsetof(Self, member))
+// ATTN_FOR_EACH(MACRO, context, a, b, ...) is MACRO(context, a) MACRO(context, b) ... A macro cannot expand itself:
+// each step names the next one, which the scans of ATTN_EXPAND, 64 in all, expand.
+#define ATTN_EXPAND(...) ATTN_EXPAND_16(ATTN_EXPAND_16(ATTN_EXPAND_16(ATTN_EXPAND_16(__VA_ARGS__))))
+#define ATTN_EXPAND_16(...) ATTN_EXPAND_4(ATTN_EXPAND_4(ATTN_EXPAND_4(ATTN_EXPAND_4(__VA_ARGS__))))
+#define ATTN_EXPAND_4(...) ATTN_EXPAND_1(ATTN_EXPAND_1(ATTN_EXPAND_1(ATTN_EXPAND_1(__VA_ARGS__))))
+#define ATTN_EXPAND_1(...) __VA_ARGS__
+#define ATTN_FOR_EACH(MACRO, context, ...) ATTN_EXPAND(ATTN_STEP(MACRO, context, __VA_ARGS__))
+#define ATTN_STEP(MACRO, context, first, ...) \
+  MACRO(context, first) __VA_OPT__(ATTN_NEXT_STEP ATTN_NO_ARGUMENTS(MACRO, context, __VA_ARGS__))
+#define ATTN_NEXT_STEP() ATTN_STEP
+#define ATTN_NO_ARGUMENTS ()
+
+/// The table of a struct, with the bytes that belong to no field: ATTN_STRUCT(RowLink, 0, group, index);
+#define ATTN_STRUCT(Struct, padding, ...)                                               \
+  template <>                                                                           \
+  struct StructFields<Struct> {                                                         \
+    static constexpr const char* name = #Struct;                                        \
+    static constexpr Field fields[] = {ATTN_FOR_EACH(ATTN_FIELD, Struct, __VA_ARGS__)}; \
+  };                                                                                    \
+  static_assert(is_covered<Struct>(padding), "the table of " #Struct " lacks a field, or has them in another order")
+#define ATTN_FIELD(Struct, member) make_field<decltype(Struct::member)>(#member, offsetof(Struct, member)),

@@ -42,7 +42,7 @@ extern "C" int32_t qkv_params_bytes() { return sizeof(attn::QkvParams); }
 /// Returns the QkvKernel that ran.
 extern "C" int32_t device_append_qkv(const attn::QkvParams* params, int32_t page_size, bool is_bf16) {
   launched = *params;
-  launched.page_size = attn::FastDivisor(page_size);
+  launched.pages.page_size = attn::FastDivisor(page_size);
   const attn::QkvKernel kernel = attn::kernel_for(launched);
   attn::divide_work(launched, kernel);
   is_bf16 ? run<attn::BFloat16>(kernel) : run<attn::Float16>(kernel);

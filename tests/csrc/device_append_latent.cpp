@@ -17,8 +17,7 @@ extern "C" void device_append_latent(const void* latent, const void* rope, void*
                                 attn::KvTensor{cache, strides[2], strides[3], 0},
                                 attn::IndexArray{slots, false},
                                 tokens,
-                                pages,
-                                attn::FastDivisor(page_size)};
+                                attn::CachePages{pages, attn::FastDivisor(page_size)}};
   const int32_t ctas = (tokens + 1) / 2;  // some take two tokens
   for (int32_t cta = 0; cta < ctas; ++cta)
     emulation::run_cta(cta, ctas, attn::kAppendLatentThreads, 0, [] { attn::append_latent(launched); });

@@ -119,18 +119,13 @@ extern "C" const char* device_append(const void* const* pointers, const int64_t*
                                      int32_t blocks) {
   AppendParams& params = launched_append;
   params = AppendParams{};
-  params.k = pointers[0];
-  params.v = pointers[1];
-  params.k_token_stride = strides[0];
-  params.k_head_stride = strides[1];
-  params.v_token_stride = strides[2];
-  params.v_head_stride = strides[3];
+  params.k = HeadRows{pointers[0], strides[0], strides[1]};
+  params.v = HeadRows{pointers[1], strides[2], strides[3]};
   params.k_cache = KvTensor{pointers[2], strides[4], strides[5], strides[6]};
   params.v_cache = KvTensor{pointers[3], strides[7], strides[8], strides[9]};
   params.slots = IndexArray{pointers[4], static_cast<int32_t>(sizes[6])};
   params.num_tokens = static_cast<int32_t>(sizes[0]);
-  params.num_pages = static_cast<int32_t>(sizes[1]);
-  params.page_size = FastDivisor(static_cast<int32_t>(sizes[2]));
+  params.pages = CachePages{static_cast<int32_t>(sizes[1]), FastDivisor(static_cast<int32_t>(sizes[2]))};
   params.num_kv_heads = static_cast<int32_t>(sizes[3]);
   params.element_bytes = static_cast<int32_t>(sizes[5]);
   params.k_head_bytes = params.v_head_bytes = static_cast<int32_t>(sizes[4]) * params.element_bytes;

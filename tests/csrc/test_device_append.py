@@ -66,7 +66,7 @@ class _UnalignedParams(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("norm_eps", "norm_offset")),
         *(
             (name, ctypes.c_int32)
-            for name in ("num_tokens", "num_pages", "num_qo_heads", "num_kv_heads", "head_dim")
+            for name in ("num_tokens", "num_qo_heads", "num_kv_heads", "head_dim", "num_pages")
         ),
         ("page_size", _FastDivisor),
     )

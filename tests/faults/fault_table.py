@@ -183,15 +183,15 @@ FAULTS = (
     Fault(
         "append: V's token stride taken from K",
         "csrc/runtime/append.cpp",
-        "params.v_token_stride = v.stride(0);",
-        "params.v_token_stride = k.stride(0);",
+        "params.v = head_rows(v);",
+        "params.v = HeadRows{v.data_ptr(), k.stride(0), v.stride(1)};",
         ("tests/kernels/test_append.py",),
     ),
     Fault(
         "append: V's head stride taken from K",
         "csrc/runtime/append.cpp",
-        "params.v_head_stride = v.stride(1);",
-        "params.v_head_stride = k.stride(1);",
+        "params.v = head_rows(v);",
+        "params.v = HeadRows{v.data_ptr(), v.stride(0), k.stride(1)};",
         ("tests/kernels/test_append.py",),
     ),
     Fault(
@@ -253,8 +253,8 @@ FAULTS = (
     Fault(
         "an instruction set replaced by a lesser one",
         "csrc/common/cpu/isa.cpp",
-        'if (std::strcmp(name, "avx2") == 0) return Isa::kAvx2;',
-        'if (std::strcmp(name, "avx2") == 0) return Isa::kBaseline;',
+        "if (std::strcmp(name, kIsaNames[static_cast<int>(isa)]) == 0) return isa;",
+        "if (std::strcmp(name, kIsaNames[static_cast<int>(isa)]) == 0) return Isa::kBaseline;",
         ("tests/csrc/test_cpu_isa.py", "-k", "avx2"),
     ),
     Fault(
@@ -295,8 +295,8 @@ FAULTS = (
     Fault(
         "device append: V's page stride taken from K",
         "csrc/cache/append.cu",
-        "const int64_t v_token = page * p.v_cache.page_stride",
-        "const int64_t v_token = page * p.k_cache.page_stride",
+        "const int64_t v_token = p.v_cache.element(place);",
+        "const int64_t v_token = p.k_cache.element(place);",
         (DEVICE, "-k", "append"),
     ),
     Fault(

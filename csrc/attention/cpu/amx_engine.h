@@ -72,46 +72,9 @@ class AmxEngine {
 
   void multiply_keys(int buffer, int row, int /*rows*/, int begin, int end) {
     make_visible(&s_);
-    constexpr int kScoreBytes = kBlockTokens * 4;
     int token = begin;
-    for (; token + 64 <= end; token += 64) {
-      float* scores = s_.scores[buffer] + token;
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-      for (int i = 0; i < dims_.qk; i += 32) {
-        const float* keys = s_.keys + i / 2 * kBlockTokens + token;
-        _tile_loadd(4, query(row) + i, dims_.qk * 2);
-        _tile_loadd(5, keys, kScoreBytes);
-        _tile_dpbf16ps(0, 4, 5);
-        _tile_loadd(6, keys + 16, kScoreBytes);
-        _tile_dpbf16ps(1, 4, 6);
-        _tile_loadd(7, keys + 32, kScoreBytes);
-        _tile_dpbf16ps(2, 4, 7);
-        _tile_loadd(5, keys + 48, kScoreBytes);
-        _tile_dpbf16ps(3, 4, 5);
-      }
-      _tile_stored(0, scores, kScoreBytes);
-      _tile_stored(1, scores + 16, kScoreBytes);
-      _tile_stored(2, scores + 32, kScoreBytes);
-      _tile_stored(3, scores + 48, kScoreBytes);
-    }
-    for (; token < end; token += 32) {
-      float* scores = s_.scores[buffer] + token;
-      _tile_zero(0);
-      _tile_zero(1);
-      for (int i = 0; i < dims_.qk; i += 32) {
-        const float* keys = s_.keys + i / 2 * kBlockTokens + token;
-        _tile_loadd(4, query(row) + i, dims_.qk * 2);
-        _tile_loadd(5, keys, kScoreBytes);
-        _tile_dpbf16ps(0, 4, 5);
-        _tile_loadd(6, keys + 16, kScoreBytes);
-        _tile_dpbf16ps(1, 4, 6);
-      }
-      _tile_stored(0, scores, kScoreBytes);
-      _tile_stored(1, scores + 16, kScoreBytes);
-    }
+    for (; token + 64 <= end; token += 64) multiply_key_tiles<4>(buffer, row, token);
+    for (; token < end; token += 32) multiply_key_tiles<2>(buffer, row, token);
   }
 
   /// Accurate enough for probabilities that are rounded to bf16, and for their sums.
@@ -124,46 +87,9 @@ class AmxEngine {
 
   void multiply_values(int buffer, int row, int /*rows*/, int begin, int end) {
     make_visible(&s_);
-    const int stride_bytes = dims_.v * 4;
-    int i = 0;
-    for (; i + 64 <= dims_.v; i += 64) {
-      float* o = s_.o + row * dims_.v + i;
-      _tile_loadd(0, o, stride_bytes);
-      _tile_loadd(1, o + 16, stride_bytes);
-      _tile_loadd(2, o + 32, stride_bytes);
-      _tile_loadd(3, o + 48, stride_bytes);
-      for (int token = begin; token < end; token += 32) {
-        const float* values = s_.values + token / 2 * dims_.v + i;
-        _tile_loadd(4, probability(buffer, 0) + token, kBlockTokens * 2);
-        _tile_loadd(5, values, stride_bytes);
-        _tile_dpbf16ps(0, 4, 5);
-        _tile_loadd(6, values + 16, stride_bytes);
-        _tile_dpbf16ps(1, 4, 6);
-        _tile_loadd(7, values + 32, stride_bytes);
-        _tile_dpbf16ps(2, 4, 7);
-        _tile_loadd(5, values + 48, stride_bytes);
-        _tile_dpbf16ps(3, 4, 5);
-      }
-      _tile_stored(0, o, stride_bytes);
-      _tile_stored(1, o + 16, stride_bytes);
-      _tile_stored(2, o + 32, stride_bytes);
-      _tile_stored(3, o + 48, stride_bytes);
-    }
-    for (; i < dims_.v; i += 32) {
-      float* o = s_.o + row * dims_.v + i;
-      _tile_loadd(0, o, stride_bytes);
-      _tile_loadd(1, o + 16, stride_bytes);
-      for (int token = begin; token < end; token += 32) {
-        const float* values = s_.values + token / 2 * dims_.v + i;
-        _tile_loadd(4, probability(buffer, 0) + token, kBlockTokens * 2);
-        _tile_loadd(5, values, stride_bytes);
-        _tile_dpbf16ps(0, 4, 5);
-        _tile_loadd(6, values + 16, stride_bytes);
-        _tile_dpbf16ps(1, 4, 6);
-      }
-      _tile_stored(0, o, stride_bytes);
-      _tile_stored(1, o + 16, stride_bytes);
-    }
+    int column = 0;
+    for (; column + 64 <= dims_.v; column += 64) multiply_value_tiles<4>(buffer, row, column, begin, end);
+    for (; column < dims_.v; column += 32) multiply_value_tiles<2>(buffer, row, column, begin, end);
   }
 
   /// Output elements [i, i + 16) of a row, in their own order.
@@ -181,6 +107,70 @@ class AmxEngine {
     uint8_t reserved[14] = {};
     uint16_t row_bytes[16] = {};
     uint8_t rows[16] = {};
+  };
+
+  /// Scores of kTiles x 16 tokens.
+  template <int kTiles>
+  void multiply_key_tiles(int buffer, int row, int token) {
+    constexpr int kScoreBytes = kBlockTokens * 4;
+    Sums<kTiles>::set_to_zero();
+    for (int i = 0; i < dims_.qk; i += 32)
+      Sums<kTiles>::add_product(query(row) + i, dims_.qk * 2, s_.keys + i / 2 * kBlockTokens + token, kScoreBytes);
+    Sums<kTiles>::store(s_.scores[buffer] + token, kScoreBytes);
+  }
+
+  /// Outputs in kTiles x 16 columns.
+  template <int kTiles>
+  void multiply_value_tiles(int buffer, int row, int column, int begin, int end) {
+    const int stride_bytes = dims_.v * 4;
+    float* o = s_.o + row * dims_.v + column;
+    Sums<kTiles>::load(o, stride_bytes);
+    for (int token = begin; token < end; token += 32)
+      Sums<kTiles>::add_product(probability(buffer, 0) + token, kBlockTokens * 2,
+                                s_.values + token / 2 * dims_.v + column, stride_bytes);
+    Sums<kTiles>::store(o, stride_bytes);
+  }
+
+  /// The first kTiles tile registers, 2 or 4: 16 rows of 16 columns each, next to each other in memory.
+  template <int kTiles>
+  struct Sums {
+    static void set_to_zero() {
+      _tile_zero(0);
+      _tile_zero(1);
+      if constexpr (kTiles == 2) return;
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+
+    static void load(const float* from, int stride_bytes) {
+      _tile_loadd(0, from, stride_bytes);
+      _tile_loadd(1, from + 16, stride_bytes);
+      if constexpr (kTiles == 2) return;
+      _tile_loadd(2, from + 32, stride_bytes);
+      _tile_loadd(3, from + 48, stride_bytes);
+    }
+
+    static void store(float* to, int stride_bytes) {
+      _tile_stored(0, to, stride_bytes);
+      _tile_stored(1, to + 16, stride_bytes);
+      if constexpr (kTiles == 2) return;
+      _tile_stored(2, to + 32, stride_bytes);
+      _tile_stored(3, to + 48, stride_bytes);
+    }
+
+    /// Adds a product of depth 32.
+    static void add_product(const Element* left, int left_bytes, const float* right, int right_bytes) {
+      _tile_loadd(4, left, left_bytes);
+      _tile_loadd(5, right, right_bytes);
+      _tile_dpbf16ps(0, 4, 5);
+      _tile_loadd(6, right + 16, right_bytes);
+      _tile_dpbf16ps(1, 4, 6);
+      if constexpr (kTiles == 2) return;
+      _tile_loadd(7, right + 32, right_bytes);
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_loadd(5, right + 48, right_bytes);
+      _tile_dpbf16ps(3, 4, 5);
+    }
   };
 
   /// The compiler does not know which memory the tile instructions read: it must have written all of it before them.

@@ -3,11 +3,6 @@
 
 namespace attn::cpu {
 
-Kernels amx_kernels(bool widens) {
-  using Kernel = AttentionKernel<AmxEngine, StandardVariant>;
-  using WideningKernel = AttentionKernel<AmxEngine, WithScales<StandardVariant>>;
-  if (widens) return Kernels{WideningKernel::run, WideningKernel::merge_pair, WideningKernel::merge_row, nullptr};
-  return Kernels{Kernel::run, Kernel::merge_pair, Kernel::merge_row, nullptr};
-}
+Kernels amx_kernels(bool widens) { return standard_kernels<AmxEngine>(widens); }
 
 }  // namespace attn::cpu

@@ -28,17 +28,12 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
   using Variant = Variant_;
   using States = RowStates<Engine, Variant>;
   using States::end_row;
-  using States::row_out;
-  using States::store_output;
-  using States::transform_output;
+  using States::write_complete_row;
   using typename States::RowEnd;
-  using typename States::RowOut;
   using Isa = typename Engine::Isa;
   using Float = typename Isa::Float;
   using Element = typename Engine::Element;
   using Rows = CacheRows<Isa, Element>;
-  using Packed = PackedRows<Isa>;
-  using RowPlace = typename Packed::Place;
   using Blocks = TokenBlocks<Engine, Variant>;
   using TransformedRows = typename Rows::TransformedRows;
 
@@ -52,9 +47,14 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
  public:
   static void run(const CpuAttentionParams& params, HeadDims dims, const WorkItem& item, const WorkItem* next,
                   Scratch& scratch) {
-    if (Packed::count(params, item) == 0) return;
+    if (ItemRows(params, item).existing == 0) return;
     AttentionKernel kernel(params, dims, item, scratch);
     kernel.compute(next);
+  }
+
+  /// `find_row_ranges`: of a variant with a mask.
+  static constexpr Kernels kernels(FindRowRanges find_row_ranges = nullptr) {
+    return Kernels{run, States::merge_pair, States::merge_row, find_row_ranges};
   }
 
  private:
@@ -64,14 +64,16 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
         s_(scratch),
         tile_(params.schedule.tiles[item.tile]),
         group_(params.schedule.groups[tile_.group]),
-        visibility_(Packed::level_of(params, item).visibility),
+        item_rows_(params, item),
+        visibility_(item_rows_.level.visibility),
         variant_(params.variant.as<typename Variant::Params>(), item.head),
         dims_(dims),
-        rows_(Packed::count(params, item)),
+        rows_(item_rows_.existing),
         cache_{params, dims, reinterpret_cast<const char*>(scratch.no_token)},
         engine_(scratch, dims, rows_) {}
 
-  int32_t position(int row) const { return Packed::position(params_, item_, row); }
+  int32_t position(int row) const { return item_rows_.position(row, params_.group_size); }
+  PackedRow packed_row(int row) const { return PackedRow(params_, item_rows_, item_.head, row); }
 
   void compute(const WorkItem* next_item) {
     load_queries();
@@ -111,7 +113,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
   void load_queries() {
     const QueryRows<Isa, Element, Variant> query_rows{params_, dims_, variant_};
     for (int r = 0; r < rows_; ++r) {
-      RowPlace place = Packed::find(params_, item_, r);
+      PackedRow place = packed_row(r);
       if (!place.exists) place.row = 0;  // the row list is wrong: the result is not used
       Element made[kMaxHeadDim];
       const Element* q = query_rows.row(place, made);
@@ -285,11 +287,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
   }
 
   /// A row of the tile, as variants see it.
-  ScoreRow score_row(int row) const {
-    const RowPlace place = Packed::find(params_, item_, row);
-    return attn::score_row(params_.schedule, tile_.group, place.index, static_cast<int32_t>(place.row),
-                           static_cast<int32_t>(place.head));
-  }
+  ScoreRow score_row(int row) const { return attn::score_row(params_, item_rows_, tile_.group, item_.head, row); }
 
   /// Turns scores into final logits, in powers of 2.
   void finish_scores(float* scores, int row, int begin, int end, int32_t block_begin) const {
@@ -314,9 +312,9 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
   void apply_variant_mask(float* scores, int row, int begin, int end, int32_t block_begin) const {
     const ScoreRow variant_row = score_row(row);
     const int32_t first = group_.kv_offset + block_begin;
-    if (Packed::level_of(params_, item_).row_ranges != nullptr) {
-      const RowRange& range = Packed::level_of(params_, item_)
-                                  .row_ranges[group_.qo_begin + params_.group_size.divide(tile_.packed_begin + row)];
+    if (item_rows_.level.row_ranges != nullptr) {
+      const RowRange& range =
+          item_rows_.level.row_ranges[group_.qo_begin + params_.group_size.divide(tile_.packed_begin + row)];
       if (range.full_begin <= first + begin && first + end <= range.full_end) return;
     }
     for (int t = begin; t < end; ++t) {
@@ -346,30 +344,19 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
   }
 
   void write_row(int row) {
-    const RowPlace place = Packed::find(params_, item_, row);
+    const PackedRow place = packed_row(row);
     if (!place.exists) return;
     const bool is_complete = item_.partial == kWhole;
-    const RowEnd end = end_row(params_, s_.row_max[row] * kLn2, s_.row_sum[row], place.head, is_complete);
+    const RowEnd end = end_row(params_, s_.row_max[row] * kLn2, s_.row_sum[row], place.qo_head, is_complete);
     const Float scale = Isa::splat(output_scale(end.factor, row));
     if (is_complete) {
-      const RowOut out = row_out(params_, place);
-      if (VariantHooks<Variant>::kOutput || params_.has_out_scale() || params_.is_mixed) {
-        float finished[kMaxHeadDim];
-        for (int i = 0; i < dims_.v; i += Isa::kWidth)
-          Isa::store(finished + i, Isa::mul(engine_.output(row, i), scale));
-        transform_output(params_, finished, dims_.v, tile_.group, place);
-        store_output(params_, finished, dims_.v, out);
-      } else {
-        for (int i = 0; i < dims_.v; i += Isa::kWidth)
-          Isa::store_elements(out.o + i, Isa::mul(engine_.output(row, i), scale), dims_.v - i);
-      }
-      if (out.lse != nullptr) *out.lse = end.lse * params_.lse_unit;
+      float o[kMaxHeadDim];
+      for (int i = 0; i < dims_.v; i += Isa::kWidth) Isa::store(o + i, Isa::mul(engine_.output(row, i), scale));
+      write_complete_row(params_, o, dims_.v, end.lse, tile_.group, place);
     } else {
-      const int64_t state =
-          item_.partial == kRowStates
-              ? row_state_index(params_, group_.state_begin + params_.group_size.divide(tile_.packed_begin + row),
-                                static_cast<int32_t>(place.head))
-              : int64_t{item_.partial} * params_.max_tile_rows + row;
+      const int64_t state = item_.partial == kRowStates
+                                ? row_state_index(params_, group_.state_begin + place.index, place.qo_head)
+                                : int64_t{item_.partial} * params_.max_tile_rows + row;
       float* o = params_.partial_o + state * dims_.v;
       for (int i = 0; i < dims_.v; i += Isa::kWidth)
         Isa::store_elements(o + i, Isa::mul(engine_.output(row, i), scale), dims_.v - i);
@@ -382,6 +369,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
   Scratch& s_;
   const RowTile& tile_;
   const RowGroup& group_;
+  const ItemRows item_rows_;
   const Visibility visibility_;
   const Variant variant_;
   const HeadDims dims_;
@@ -389,5 +377,12 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
   const Cache cache_;
   Engine engine_;
 };
+
+/// The kernels without a variant. `widens`: over an 8-bit cache.
+template <class Engine>
+constexpr Kernels standard_kernels(bool widens) {
+  if (widens) return AttentionKernel<Engine, WithScales<StandardVariant>>::kernels();
+  return AttentionKernel<Engine, StandardVariant>::kernels();
+}
 
 }  // namespace attn::cpu

@@ -7,8 +7,7 @@
 
 #include "common/cpu/elements.h"
 #include "common/cpu/parallel.h"
-#include "common/cpu/vector_baseline.h"
-#include "common/math.h"
+#include "common/cpu/scalar_elements.h"
 
 namespace attn::cpu {
 namespace {
@@ -16,30 +15,9 @@ namespace {
 constexpr int64_t kMinThreadedElements = 1 << 16;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-/// Up to four elements of a row's columns.
-template <class Element>
-struct Columns {
-  static constexpr int32_t kCount = Baseline::kWidth;
-
-  static Baseline::Float load(const Element* from, int32_t count) {
-    if (count >= kCount) return Baseline::load_elements(from, 0);
-    Element some[kCount] = {};
-    std::copy_n(from, count, some);
-    return Baseline::load_elements(some, 0);
-  }
-
-  static void store(Element* to, Baseline::Float values, int32_t count) {
-    if (count >= kCount) return Baseline::store_elements(to, values, 0);
-    Element some[kCount];
-    Baseline::store_elements(some, values, 0);
-    std::copy_n(some, count, to);
-  }
-};
-
-/// Merges one row, all heads. `merged`: head_dim floats, rounded up to whole vectors.
+/// Merges one row, all heads. `merged`: head_dim floats.
 template <class Element>
 void merge_row(const MergeStatesParams& p, int32_t row, float* merged) {
-  using Vectors = Columns<Element>;
   const int64_t begin = p.begin(row), count = p.end(row) - begin;
   for (int32_t head = 0; head < p.num_heads; ++head) {
     const float* lse = p.lse + row * p.lse_row_stride + begin * p.lse_state_stride + head;
@@ -49,24 +27,19 @@ void merge_row(const MergeStatesParams& p, int32_t row, float* merged) {
     for (int64_t i = 0; i < count; ++i) maximum = std::max(maximum, lse[i * p.lse_state_stride] * p.to_log2);
     const float base = maximum == kMinusInfinity ? 0.0f : maximum;
     float sum = 0.0f;
-    for (int32_t column = 0; column < p.head_dim; column += Vectors::kCount)
-      Baseline::store(merged + column, Baseline::zero());
+    std::fill_n(merged, p.head_dim, 0.0f);
     for (int64_t i = 0; i < count; ++i) {
       const float weight = std::exp2(lse[i * p.lse_state_stride] * p.to_log2 - base);
       if (weight == 0.0f) continue;
       sum += weight;
       const Element* state = o + i * p.o_state_stride;
-      for (int32_t column = 0; column < p.head_dim; column += Vectors::kCount) {
-        const Baseline::Float values = Vectors::load(state + column, p.head_dim - column);
-        Baseline::store(merged + column,
-                        Baseline::fma(Baseline::splat(weight), values, Baseline::load(merged + column)));
-      }
+      for (int32_t column = 0; column < p.head_dim; ++column)
+        merged[column] += weight * ScalarElements::to_float(state[column]);
     }
     const float factor = sum > 0.0f ? 1.0f / sum : 0.0f;  // of a row that sees nothing the output is 0
     Element* out = static_cast<Element*>(p.out) + row * p.out_row_stride + head * p.out_head_stride;
-    for (int32_t column = 0; column < p.head_dim; column += Vectors::kCount)
-      Vectors::store(out + column, Baseline::mul(Baseline::splat(factor), Baseline::load(merged + column)),
-                     p.head_dim - column);
+    for (int32_t column = 0; column < p.head_dim; ++column)
+      ScalarElements::from_float(factor * merged[column], out[column]);
     p.out_lse[row * p.out_lse_row_stride + head] = sum > 0.0f ? (base + std::log2(sum)) / p.to_log2 : kMinusInfinity;
   }
 }
@@ -75,7 +48,7 @@ template <class Element>
 void merge_rows(const MergeStatesParams& p) {
   auto merge = [&](int32_t row) {
     thread_local std::vector<float> merged;
-    merged.resize(static_cast<size_t>(round_up(p.head_dim, Columns<Element>::kCount)));
+    merged.resize(static_cast<size_t>(p.head_dim));
     if (p.mask == nullptr || p.mask[row] != 0) merge_row<Element>(p, row, merged.data());
   };
   const int64_t states = p.indptr ? p.indptr[p.num_rows] : int64_t{p.num_rows} * p.num_states;
@@ -85,13 +58,7 @@ void merge_rows(const MergeStatesParams& p) {
 }  // namespace
 
 void merge_states(const MergeStatesParams& params) {
-  if (params.dtype == DataType::kFloat32) {
-    merge_rows<float>(params);
-  } else if (params.dtype == DataType::kFloat16) {
-    merge_rows<Half>(params);
-  } else {
-    merge_rows<BFloat16>(params);
-  }
+  visit_float(params.dtype, [&](auto element) { merge_rows<decltype(element)>(params); });
 }
 
 }  // namespace attn::cpu

@@ -13,13 +13,12 @@ namespace attn::cpu {
 template <class Isa, class Element, class Variant>
 struct QueryRows {
   using Rows = CacheRows<Isa, Element>;
-  using RowPlace = typename PackedRows<Isa>::Place;
   const CpuAttentionParams& params;
   HeadDims dims;
   const Variant& variant;
 
   /// A row of Q. It is put together in `made` if it has two parts or another type.
-  const Element* row(const RowPlace& place, Element* made) const {
+  const Element* row(const PackedRow& place, Element* made) const {
     const QueryPart q{params.q, params.q_row_stride, params.q_head_stride};
     const QueryPart& rope = params.q_rope;
     if (rope.data == nullptr) return columns_of(q, place, dims.qk, made);
@@ -35,8 +34,8 @@ struct QueryRows {
 
  private:
   /// Columns of a row of Q, converted in `made` if they have another type.
-  const Element* columns_of(const QueryPart& part, const RowPlace& place, int columns, Element* made) const {
-    const int64_t element = place.row * part.row_stride + place.head * part.head_stride;
+  const Element* columns_of(const QueryPart& part, const PackedRow& place, int columns, Element* made) const {
+    const int64_t element = place.row * part.row_stride + place.qo_head * part.head_stride;
     if constexpr (Variant::kHasScales) {
       if (has_8_bits(variant.scales.q_element)) {
         const uint8_t* const bytes = static_cast<const uint8_t*>(part.data) + element;

@@ -15,13 +15,7 @@ void list_kv_tiles(const RowRangeParams& params, int32_t number) {
   KvTileList& list = params.kv_tile_lists[number];
   int32_t count = 0;
   for (int32_t kv_tile = 0; kv_tile < level_tile.tile.num_kv_tiles; ++kv_tile) {
-    const TokenRange tokens = level_tile.tokens(params.plan, kv_tile);
-    SeenOrHidden answer{false, false};
-    for (int32_t row = level_tile.first_row; row < level_tile.end_row && !answer.both(); ++row) {
-      const SeenOrHidden row_answer = ask_row<Variant>(params, level_tile, row, tokens, 0, 1);
-      answer.some_seen |= row_answer.some_seen;
-      answer.some_hidden |= row_answer.some_hidden;
-    }
+    const SeenOrHidden answer = ask_rows<Variant>(params, level_tile, kv_tile, 0, 1, [](bool seen) { return seen; });
     if (!answer.some_seen) continue;
     if (count < kMaxListedKvTiles) list.kv_tiles[count] = listed(params.plan, level_tile, kv_tile, answer);
     ++count;

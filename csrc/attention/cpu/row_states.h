@@ -20,16 +20,14 @@ class RowStates {
   using Float = typename Isa::Float;
   using Element = typename Engine::Element;
   using OtherElement = typename OtherElementOf<Element>::Type;
-  using Rows = PackedRows<Isa>;
-  using RowPlace = typename Rows::Place;
 
  public:
   static void merge_pair(const CpuAttentionParams& params, HeadDims dims, const SplitPair& pair, Scratch& scratch) {
     const WorkItem item{pair.tile, pair.head, 0, 0, kWhole};
-    const int rows = Rows::count(params, item);
+    const ItemRows rows(params, item);
     const int parts = pair.last_cta - pair.first_cta + 1;
-    for (int r = 0; r < rows; ++r) {
-      const RowPlace place = Rows::find(params, item, r);
+    for (int r = 0; r < rows.existing; ++r) {
+      const PackedRow place(params, rows, item.head, r);
       if (!place.exists) continue;
       for (int part = 0; part < parts; ++part) {
         const int32_t slot = partial_slot(pair.first_cta + part, part == 0 ? kEndsInside : kStartsInside);
@@ -45,7 +43,9 @@ class RowStates {
     const int32_t group_size = params.group_size.divisor;
     for (int32_t head = 0; head < params.num_kv_heads * group_size; ++head) {
       int parts = 0;
-      RowPlace place{true, -1, head, 0};
+      PackedRow place;
+      place.row = -1;
+      place.qo_head = head;
       int32_t group_number = 0;
       for (int32_t i = 0; i < header.num_links; ++i) {
         const RowLink link = params.schedule.links[int64_t{i} * params.max_merge_rows + merge_row];
@@ -56,7 +56,8 @@ class RowStates {
         const int32_t tile = group.tile_begin + tile_index;
         if (tile >= header.num_tiles) continue;
         if (place.row < 0) {
-          place.row = Rows::query_row(params, group, link.index);
+          const int32_t* const list = header.levels[group.level].rows;
+          place.row = list != nullptr ? list[group.qo_begin + link.index] : group.qo_begin + link.index;
           place.index = link.index;
           group_number = link.group;
         }
@@ -74,36 +75,6 @@ class RowStates {
   }
 
  protected:
-  struct RowOut {
-    Element* o;  // unless O has one of the types below
-    OtherElement* other;
-    Float8E4M3* float8;
-    float* lse;
-  };
-
-  static RowOut row_out(const AttentionParams& params, const RowPlace& place) {
-    const int64_t element = place.row * params.o_row_stride + place.head * params.o_head_stride;
-    const int64_t num_qo_heads = int64_t{params.num_kv_heads} * params.group_size.divisor;
-    return RowOut{static_cast<Element*>(params.o) + element, static_cast<OtherElement*>(params.o) + element,
-                  static_cast<Float8E4M3*>(params.o) + element,
-                  params.lse == nullptr ? nullptr : params.lse + place.row * num_qo_heads + place.head};
-  }
-
-  /// Writes a complete row of outputs.
-  static void store_output(const CpuAttentionParams& params, const float* o, int32_t columns, const RowOut& out) {
-    if (params.has_out_scale()) {
-      const float factor = params.out_factor();
-      for (int32_t i = 0; i < columns; ++i) ScalarElements::from_float(o[i] * factor, out.float8[i]);
-      return;
-    }
-    for (int i = 0; i < columns; i += Isa::kWidth) {
-      if (params.is_mixed)
-        Isa::store_elements(out.other + i, Isa::load(o + i), columns - i);
-      else
-        Isa::store_elements(out.o + i, Isa::load(o + i), columns - i);
-    }
-  }
-
   /// The end of a row: the factor of its sum of values, and its lse.
   struct RowEnd {
     float factor;
@@ -123,22 +94,31 @@ class RowStates {
     return sum == 0.0f ? RowEnd{0.0f, -INFINITY} : RowEnd{1.0f / sum, maximum + logf(sum)};
   }
 
-  /// Applies the variant's transform to a complete row of outputs. `group`: a row group that the row is in.
-  static void transform_output(const AttentionParams& params, float* o, int32_t columns, int32_t group,
-                               const RowPlace& place) {
+  /// Writes a complete row, whose outputs become what the variant's transform makes of them. `group`: a row group that
+  /// the row is in.
+  static void write_complete_row(const CpuAttentionParams& params, float* o, int32_t columns, float lse, int32_t group,
+                                 const PackedRow& place) {
     if constexpr (VariantHooks<Variant>::kOutput) {
-      const Variant variant(params.variant.as<typename Variant::Params>(),
-                            params.group_size.divide(static_cast<int32_t>(place.head)));
-      const ScoreRow row = attn::score_row(params.schedule, group, place.index, static_cast<int32_t>(place.row),
-                                           static_cast<int32_t>(place.head));
+      const Variant variant(params.variant.as<typename Variant::Params>(), params.group_size.divide(place.qo_head));
+      const ScoreRow row = attn::score_row(params.schedule, group, place.index, place.row, place.qo_head);
       for (int32_t i = 0; i < columns; ++i) o[i] = variant.output(o[i], row, i);
+    }
+    if (float* const to_lse = place.lse(params)) *to_lse = lse * params.lse_unit;
+    const int64_t element = place.row * params.o_row_stride + place.qo_head * params.o_head_stride;
+    if (params.has_out_scale()) {
+      const float factor = params.out_factor();
+      Float8E4M3* const out = static_cast<Float8E4M3*>(params.o) + element;
+      for (int32_t i = 0; i < columns; ++i) ScalarElements::from_float(o[i] * factor, out[i]);
+    } else if (params.is_mixed) {
+      store_elements(o, columns, static_cast<OtherElement*>(params.o) + element);
+    } else {
+      store_elements(o, columns, static_cast<Element*>(params.o) + element);
     }
   }
 
   /// Merges the first `count` of scratch.states. `group`: a row group that the row is in.
   static void merge_states(const CpuAttentionParams& params, int32_t columns, int count, int32_t group,
-                           const RowPlace& place, Scratch& scratch) {
-    const RowOut out = row_out(params, place);
+                           const PackedRow& place, Scratch& scratch) {
     float largest = -INFINITY;
     for (int i = 0; i < count; ++i) largest = max_of(largest, params.partial_lse[scratch.states[i]]);
     float sum = 0.0f;
@@ -153,12 +133,16 @@ class RowStates {
                             before));
       }
     }
-    const RowEnd end = end_row(params, largest, sum, place.head, true);
+    const RowEnd end = end_row(params, largest, sum, place.qo_head, true);
     for (int i = 0; i < columns; i += Isa::kWidth)
       Isa::store(scratch.o + i, Isa::mul(Isa::load(scratch.o + i), Isa::splat(end.factor)));
-    transform_output(params, scratch.o, columns, group, place);
-    store_output(params, scratch.o, columns, out);
-    if (out.lse != nullptr) *out.lse = end.lse * params.lse_unit;
+    write_complete_row(params, scratch.o, columns, end.lse, group, place);
+  }
+
+ private:
+  template <class OutElement>
+  static void store_elements(const float* o, int32_t columns, OutElement* out) {
+    for (int i = 0; i < columns; i += Isa::kWidth) Isa::store_elements(out + i, Isa::load(o + i), columns - i);
   }
 };
 

@@ -13,12 +13,10 @@ namespace attn::cpu {
 /// The tokens of an item that any of its rows may see, as far as plan knows, block by block.
 template <class Engine, class Variant>
 class TokenBlocks {
-  using Rows = PackedRows<typename Engine::Isa>;
-
  public:
   TokenBlocks(const AttentionParams& params, const WorkItem& item)
-      : params_(params), item_(item), kv_tile_(item.kv_tile_begin), run_{0, 0} {
-    if (Rows::count(params, item) == 0) kv_tile_ = item.kv_tile_end;
+      : params_(params), item_(item), rows_(params, item), kv_tile_(item.kv_tile_begin), run_{0, 0} {
+    if (rows_.existing == 0) kv_tile_ = item.kv_tile_end;
   }
 
   /// The next block; empty after the last one.
@@ -48,13 +46,14 @@ class TokenBlocks {
   }
 
   TokenRange seen_by_any_row(TokenRange tokens) const {
-    const int32_t first = Rows::position(params_, item_, 0);
-    const int32_t last = Rows::position(params_, item_, Rows::count(params_, item_) - 1);
-    return Rows::level_of(params_, item_).visibility.seen_by_any(first, last, tokens);
+    const int32_t first = rows_.position(0, params_.group_size);
+    const int32_t last = rows_.position(rows_.existing - 1, params_.group_size);
+    return rows_.level.visibility.seen_by_any(first, last, tokens);
   }
 
   const AttentionParams& params_;
   const WorkItem& item_;
+  const ItemRows rows_;
   int32_t kv_tile_;  // after `run_`
   TokenRange run_;   // what is left of it
 };
@@ -79,7 +78,7 @@ struct CacheTokens {
   /// Addresses of the keys and values of an item's tokens in `block`.
   void find(const WorkItem& item, TokenRange block, TokenRows& rows) const {
     const int64_t table_begin = params.schedule.groups[params.schedule.tiles[item.tile].group].table_begin;
-    const Level& level = PackedRows<Isa>::level_of(params, item);
+    const Level& level = ItemRows::level_of(params, item);
     const int64_t key_step = params.k.token_stride * kKvBytes;
     const int64_t value_step = params.v.token_stride * kKvBytes;
     const int32_t page_size = params.page_size.divisor;
@@ -90,8 +89,9 @@ struct CacheTokens {
       const int32_t run = min_of(block.end - token, page_size - in_page);
       const int64_t id = find_page(level, table_begin, page);
       if (id >= 0) {
-        const char* key = locate(params.k, id, in_page, item.head);
-        const char* value = locate(params.v, id, in_page, item.head);
+        const SlotPlace first{static_cast<int32_t>(id), in_page};
+        const char* key = static_cast<const char*>(params.k.data) + params.k.element(first, item.head) * kKvBytes;
+        const char* value = static_cast<const char*>(params.v.data) + params.v.element(first, item.head) * kKvBytes;
         for (int32_t j = 0; j < run; ++j) {
           rows.keys[i + j] = key + j * key_step;
           rows.values[i + j] = value + j * value_step;
@@ -106,11 +106,6 @@ struct CacheTokens {
   }
 
  private:
-  static const char* locate(const KvTensor& tensor, int64_t page, int32_t in_page, int32_t head) {
-    const int64_t element = page * tensor.page_stride + in_page * tensor.token_stride + head * tensor.head_stride;
-    return static_cast<const char*>(tensor.data) + element * kKvBytes;
-  }
-
   /// Page number `page` of a request, inside the cache whatever the table says; -1 if there is no page at all.
   int64_t find_page(const Level& level, int64_t table_begin, int32_t page) const {
     int64_t id = table_begin + page;

@@ -6,14 +6,9 @@
 #include "attention/cpu/row_ranges.h"
 #include "attention/cpu/variant_module.h"
 
-namespace attn::cpu {
-using VariantKernel = AttentionKernel<ATTN_VARIANT_ENGINE, ATTN_VARIANT>;
-}  // namespace attn::cpu
-
 extern "C" {
 extern __attribute__((visibility("default"))) const attn::cpu::VariantModule attn_variant_module;
 const attn::cpu::VariantModule attn_variant_module = {
     ATTN_HEADERS_DIGEST,
-    {attn::cpu::VariantKernel::run, attn::cpu::VariantKernel::merge_pair, attn::cpu::VariantKernel::merge_row,
-     attn::cpu::find_row_ranges<ATTN_VARIANT>}};
+    attn::cpu::AttentionKernel<ATTN_VARIANT_ENGINE, ATTN_VARIANT>::kernels(attn::cpu::find_row_ranges<ATTN_VARIANT>)};
 }

@@ -1,5 +1,5 @@
 // Kernels of a variant for a CPU: compiled when they are needed, into one shared library for each variant
-// (attn_backend/jit/cubins.py), which the host library opens (variant_loader.h).
+// (attn_backend/jit/cubins.py), which the host library opens.
 #pragma once
 
 #include "attention/cpu/kernels.h"
@@ -12,5 +12,9 @@ struct VariantModule {
   const char* headers_digest;  // of those that it was compiled with (attn_backend/jit/compilers.py)
   Kernels kernels;
 };
+
+/// The kernels in a file; it stays open until the process ends. Throws RuntimeError naming the file and what is wrong
+/// with it.
+Kernels load_variant(const char* file);
 
 }  // namespace attn::cpu

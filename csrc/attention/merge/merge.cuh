@@ -24,39 +24,21 @@ __device__ __forceinline__ bool is_inside(const Position& position, const Positi
   return position.tile == pair.tile && position.head == pair.head && position.kv_tile > 0;
 }
 
-/// The last CTA up to `cta` whose interval does not start inside `pair`. All lanes of the warp take part. `position`:
-/// that of CTA `cta` - lane, loaded beforehand because nothing would hide the latency of a dependent load.
-__device__ __forceinline__ int32_t find_first_part(const AttentionParams& params, int32_t cta, const Position& pair,
-                                                   Position position) {
-  const int32_t lane = threadIdx.x % 32;
+/// The first CTA, from `cta` on, whose interval does not start inside `pair`: going down if kStep is -1, up if it is 1.
+/// All lanes of the warp take part. `position`: of CTA `cta` + kStep * lane, loaded beforehand because nothing would
+/// hide the latency of a dependent load.
+template <int32_t kStep>
+__device__ __forceinline__ int32_t find_outside(const AttentionParams& params, int32_t cta, const Position& pair,
+                                                Position position) {
+  const int32_t step = kStep * static_cast<int32_t>(threadIdx.x % 32);
 #pragma unroll 1
-  for (int32_t last = cta;;) {
-    const uint32_t outside = __ballot_sync(0xffffffffu, last - lane <= 0 || !is_inside(position, pair));
-    if (outside != 0) return max_of(last - (__ffs(outside) - 1), 0);
-    last -= 32;
-    position = params.schedule.positions[max_of(last - lane, 0)];
+  while (true) {
+    const bool is_between = kStep < 0 ? cta + step > 0 : cta + step < params.num_ctas;
+    const uint32_t outside = ~__ballot_sync(0xffffffffu, is_between && is_inside(position, pair));
+    if (outside != 0) return cta + kStep * (__ffs(outside) - 1);
+    cta += kStep * 32;
+    position = params.schedule.positions[kStep < 0 ? max_of(cta + step, 0) : min_of(cta + step, params.num_ctas)];
   }
-}
-
-/// The first CTA from `cta` on whose interval does not start inside `pair`. All lanes of the warp take part.
-/// `position`: that of CTA `cta` + lane.
-__device__ __forceinline__ int32_t find_end(const AttentionParams& params, int32_t cta, const Position& pair,
-                                            Position position) {
-  const int32_t lane = threadIdx.x % 32;
-#pragma unroll 1
-  for (int32_t first = cta;;) {
-    const bool inside = first + lane < params.num_ctas && is_inside(position, pair);
-    const uint32_t outside = ~__ballot_sync(0xffffffffu, inside);
-    if (outside != 0) return first + __ffs(outside) - 1;
-    first += 32;
-    position = params.schedule.positions[min_of(first + lane, params.num_ctas)];
-  }
-}
-
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
-  return x;
 }
 
 /// The parts of a row's result for one head. Lane l of the warp handles link l: the parts of one row group, the
@@ -105,7 +87,7 @@ __device__ __forceinline__ void merge_row(const AttentionParams& params, const P
     if (waits) ptx::wait_for_previous_grid();
     waits = false;
     const float lse = first + lane < parts.count ? params.partial_lse[state] * kLog2E : minus_infinity();
-    const float new_maximum = fmaxf(maximum, warp_max(lse));
+    const float new_maximum = fmaxf(maximum, ptx::warp_max(lse));
     const float base = new_maximum == minus_infinity() ? 0.0f : new_maximum;
     const float weight = ptx::ex2(lse - base);
     const float correction = ptx::ex2(maximum - base);
@@ -188,12 +170,7 @@ __device__ __forceinline__ Parts find_parts(const AttentionParams& params, int32
     group_number = __shfl_sync(0xffffffffu, group_number, first_linked);
   }
   row.exists = row.row >= 0 && row.row < params.num_rows;
-  parts.end = parts.link_parts;
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const int32_t before = __shfl_up_sync(0xffffffffu, parts.end, offset);
-    if (lane >= offset) parts.end += before;
-  }
+  parts.end = ptx::warp_inclusive_sum(parts.link_parts, lane);
   parts.count = __shfl_sync(0xffffffffu, parts.end, 31);
   return parts;
 }
@@ -210,8 +187,8 @@ struct SharedPair {
     const Position before = params.schedule.positions[max_of(cta - lane, 0)];
     const Position after = params.schedule.positions[min_of(cta + 1 + lane, params.num_ctas)];
     if (pair.kv_tile == 0) return;
-    first_cta = find_first_part(params, cta, pair, before);
-    parts = find_end(params, cta + 1, pair, after) - first_cta;
+    first_cta = find_outside<-1>(params, cta, pair, before);
+    parts = find_outside<1>(params, cta + 1, pair, after) - first_cta;
     const RowTileRows<true> packed(params.schedule, pair.tile, params.group_size.divisor);
     rows = packed.state_begin >= 0 ? 0 : packed.count;
   }

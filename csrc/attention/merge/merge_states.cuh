@@ -6,86 +6,61 @@
 #include "common/elements.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/math.cuh"
+#include "common/ptx/warp.cuh"
 
 namespace attn {
 
-/// The elements of a row's output as they lie in memory, and kColumns of them as floats.
+/// A number of a state in memory, of 16 bits. Four neighboring columns are stored together.
 template <class Element>
-struct StateColumns {
-  static_assert(Element::kBytes == 2, "of 16 bits");
-  using Storage = uint16_t;
+struct StateNumber {
+  uint16_t bits;
 
-  template <int kColumns>
-  __device__ __forceinline__ static void load(const uint16_t* from, float (&values)[kColumns]) {
-    if constexpr (kColumns == 4) {
-      const uint2 words = *reinterpret_cast<const uint2*>(from);
-      values[0] = Element::unpack(words.x);
-      values[1] = Element::unpack(words.x >> 16);
-      values[2] = Element::unpack(words.y);
-      values[3] = Element::unpack(words.y >> 16);
-    } else {
-      values[0] = Element::unpack(*from);
-    }
+  __device__ __forceinline__ float value() const { return Element::unpack(bits); }
+
+  __device__ __forceinline__ static void store(StateNumber* to, const float (&values)[4]) {
+    store_four<Element>(reinterpret_cast<char*>(to), values);
   }
-
-  template <int kColumns>
-  __device__ __forceinline__ static void store(uint16_t* to, const float (&values)[kColumns]) {
-    if constexpr (kColumns == 4) {
-      *reinterpret_cast<uint2*>(to) =
-          make_uint2(Element::pack(values[0], values[1]), Element::pack(values[2], values[3]));
-    } else {
-      *to = static_cast<uint16_t>(Element::pack(values[0], 0.0f));
-    }
+  __device__ __forceinline__ static void store(StateNumber* to, const float (&values)[1]) {
+    to->bits = static_cast<uint16_t>(Element::pack(values[0], 0.0f));
   }
 };
 
 struct Float32State {};
 
 template <>
-struct StateColumns<Float32State> {
-  using Storage = float;
+struct StateNumber<Float32State> {
+  float number;
 
-  template <int kColumns>
-  __device__ __forceinline__ static void load(const float* from, float (&values)[kColumns]) {
-    if constexpr (kColumns == 4) {
-      const float4 x = *reinterpret_cast<const float4*>(from);
-      values[0] = x.x;
-      values[1] = x.y;
-      values[2] = x.z;
-      values[3] = x.w;
-    } else {
-      values[0] = *from;
-    }
-  }
+  __device__ __forceinline__ float value() const { return number; }
 
-  template <int kColumns>
-  __device__ __forceinline__ static void store(float* to, const float (&values)[kColumns]) {
-    if constexpr (kColumns == 4) {
-      *reinterpret_cast<float4*>(to) = make_float4(values[0], values[1], values[2], values[3]);
-    } else {
-      *to = values[0];
-    }
+  __device__ __forceinline__ static void store(StateNumber* to, const float (&values)[4]) {
+    *reinterpret_cast<float4*>(to) = make_float4(values[0], values[1], values[2], values[3]);
   }
+  __device__ __forceinline__ static void store(StateNumber* to, const float (&values)[1]) { to->number = values[0]; }
+};
+
+/// Numbers of neighboring columns, which are loaded together.
+template <class Element, int kColumns>
+struct alignas(kColumns * sizeof(StateNumber<Element>)) StateColumns {
+  StateNumber<Element> numbers[kColumns];
 };
 
 /// Merges the states of one row and head. All lanes of the warp take part.
 template <class Element, int kColumns>
 __device__ __forceinline__ void merge_states_of_row(const MergeStatesParams& p, int32_t row, int32_t head) {
-  using Columns = StateColumns<Element>;
-  using Storage = typename Columns::Storage;
+  using Number = StateNumber<Element>;
+  using Columns = StateColumns<Element, kColumns>;
   const int32_t lane = threadIdx.x % 32;
   const int64_t begin = p.begin(row);
   const int64_t count = p.end(row) - begin;
   const float* lse = p.lse + row * p.lse_row_stride + begin * p.lse_state_stride + head;
-  const Storage* o =
-      static_cast<const Storage*>(p.o) + row * p.o_row_stride + begin * p.o_state_stride + head * p.o_head_stride;
-  Storage* out = static_cast<Storage*>(p.out) + row * p.out_row_stride + head * p.out_head_stride;
+  const Number* o =
+      static_cast<const Number*>(p.o) + row * p.o_row_stride + begin * p.o_state_stride + head * p.o_head_stride;
+  Number* out = static_cast<Number*>(p.out) + row * p.out_row_stride + head * p.out_head_stride;
 
   float maximum = minus_infinity();  // to base 2
   for (int64_t i = lane; i < count; i += 32) maximum = fmaxf(maximum, lse[i * p.lse_state_stride] * p.to_log2);
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2)
-    maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, offset));
+  maximum = ptx::warp_max(maximum);
   const float base = maximum == minus_infinity() ? 0.0f : maximum;
   float sum = 0.0f;
   for (int64_t i = 0; i < count; ++i) sum += ptx::ex2(lse[i * p.lse_state_stride] * p.to_log2 - base);
@@ -95,14 +70,13 @@ __device__ __forceinline__ void merge_states_of_row(const MergeStatesParams& p, 
     float merged[kColumns] = {};
     for (int64_t i = 0; i < count; ++i) {
       const float weight = ptx::ex2(lse[i * p.lse_state_stride] * p.to_log2 - base);
-      float values[kColumns];
-      Columns::load(o + i * p.o_state_stride + column, values);
+      const Columns state = *reinterpret_cast<const Columns*>(o + i * p.o_state_stride + column);
 #pragma unroll
-      for (int j = 0; j < kColumns; ++j) merged[j] += weight == 0.0f ? 0.0f : weight * values[j];
+      for (int j = 0; j < kColumns; ++j) merged[j] += weight == 0.0f ? 0.0f : weight * state.numbers[j].value();
     }
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) merged[j] *= factor;
-    Columns::store(out + column, merged);
+    Number::store(out + column, merged);
   }
   __syncwarp();  // out_lse may be lse itself, which all lanes have read by now
   if (lane == 0)
@@ -114,7 +88,7 @@ __device__ __forceinline__ void merge_states(const MergeStatesParams& p) {
   ptx::wait_for_previous_grid();
   constexpr int kWarps = kMergeStatesThreads / 32;
   const int64_t pairs = static_cast<int64_t>(p.num_rows) * p.num_heads;
-  constexpr int64_t kVectorBytes = 4 * sizeof(typename StateColumns<Element>::Storage);
+  constexpr int64_t kVectorBytes = sizeof(StateColumns<Element, 4>);
   const int64_t strides = p.o_row_stride | p.o_state_stride | p.o_head_stride | p.out_row_stride | p.out_head_stride;
   const bool in_vectors = (reinterpret_cast<uint64_t>(p.o) | reinterpret_cast<uint64_t>(p.out)) % kVectorBytes == 0 &&
                           (strides | p.head_dim) % 4 == 0;

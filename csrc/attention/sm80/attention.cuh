@@ -192,9 +192,8 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
   constexpr int kColumns = kIsWide ? Shape::kV / kWarps : Shape::kVMultiplied;  // of V and O, of a warp
   using Layout = WarpLayout<kKind, kKvTile, kIsWide, Traits::kDequantizesInRegisters>;
   using Query = QTile<Traits>;
-  // K and V as they are multiplied.
-  using Keys = typename Conditional<Traits::kDequantizesInTiles, StagedKTile<Traits>, KTile<Traits>>::Type;
-  using Values = typename Conditional<Traits::kDequantizesInTiles, StagedVTile<Traits>, VTile<Traits>>::Type;
+  using Keys = SharedTile<MultipliedElement<Traits>, Shape::kQk>;
+  using Values = SharedTile<MultipliedElement<Traits>, Shape::kV>;
   using Output = OTile<Traits>;
   constexpr SharedLayout layout = kLayout<Traits>;
   constexpr int kStages = tuning(Shape::kDims, Traits::StoredElement::kBytes).kv_stages;

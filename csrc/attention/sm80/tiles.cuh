@@ -28,11 +28,9 @@ using KTile = SharedTile<typename Traits::KvElement, Traits::Shape::kQk>;
 template <class Traits>
 using VTile = SharedTile<typename Traits::KvElement, Traits::Shape::kV>;
 
-// K and V tiles where they are dequantized before they are multiplied (Traits::kDequantizesInTiles).
+/// K and V as they are multiplied. kDequantizesInTiles: they have been dequantized to other tiles before.
 template <class Traits>
-using StagedKTile = SharedTile<typename Traits::Element, Traits::Shape::kQk>;
-
-template <class Traits>
-using StagedVTile = SharedTile<typename Traits::Element, Traits::Shape::kV>;
+using MultipliedElement =
+    typename Conditional<Traits::kDequantizesInTiles, typename Traits::Element, typename Traits::KvElement>::Type;
 
 }  // namespace attn::sm80

@@ -14,60 +14,52 @@
 
 namespace attn {
 
-// Each hook has a transform with the members below. It keeps a reference to the variant.
-template <class Variant_>
-struct QueryTransform {
+enum class RowHook { kQuery, kKey, kValue };
+
+/// The hook of a variant for rows of Q, of K or of V. It keeps a reference to the variant.
+template <class Variant_, RowHook kHook>
+struct RowTransform {
   using Variant = Variant_;
-  using Place = ScoreRow;
-  static constexpr bool kExists = VariantHooks<Variant>::kQuery;
-  static constexpr PairLayout kPairs = Variant::kQueryPairs;
-  static constexpr bool kScales = kExists && Variant::kHasQueryScale;
+  using Hooks = VariantHooks<Variant>;
+  static constexpr bool kIsQuery = kHook == RowHook::kQuery, kIsKey = kHook == RowHook::kKey;
+  using Place = typename Conditional<kIsQuery, ScoreRow, KvToken>::Type;
+  static constexpr bool kExists = kIsQuery ? Hooks::kQuery : kIsKey ? Hooks::kKey : Hooks::kValue;
+  static constexpr PairLayout kPairs = kIsQuery ? Variant::kQueryPairs
+                                       : kIsKey ? Variant::kKeyPairs
+                                                : Variant::kValuePairs;
+  static constexpr bool kScales = kExists && (kIsQuery ? Variant::kHasQueryScale : Variant::kHasScales);
 
   const Variant& variant;
   float scale = 1.0f;  // if kScales
 
-  __device__ __forceinline__ explicit QueryTransform(const Variant& variant_) : variant(variant_) {
-    if constexpr (kScales) scale = variant.scales.q.of(0, variant.kv_head);
-  }
-
-  __device__ __forceinline__ Pair apply(Pair x, int32_t first, int32_t second, const ScoreRow& row) const {
-    if constexpr (kScales) x = Pair{x.first * scale, x.second * scale};
-    return variant.query(x, first, second, row);
-  }
-};
-
-/// The hook for rows of K, or for rows of V. `tokens`: those whose rows are transformed.
-template <class Variant_, bool kOfKeys>
-struct TokenTransform {
-  using Variant = Variant_;
-  using Place = KvToken;
-  static constexpr bool kExists = kOfKeys ? VariantHooks<Variant>::kKey : VariantHooks<Variant>::kValue;
-  static constexpr PairLayout kPairs = kOfKeys ? Variant::kKeyPairs : Variant::kValuePairs;
-  static constexpr bool kScales = kExists && Variant::kHasScales;
-
-  const Variant& variant;
-  float scale = 1.0f;  // if kScales
-
-  __device__ __forceinline__ TokenTransform(const Variant& variant_, const KvTokens& tokens) : variant(variant_) {
+  __device__ __forceinline__ explicit RowTransform(const Variant& variant_, int32_t request = 0) : variant(variant_) {
     if constexpr (kScales) {
-      const auto& scales = kOfKeys ? variant.scales.k : variant.scales.v;
-      scale = scales.of(tokens.first.request, variant.kv_head);
+      const AttentionScales& scales = variant.scales;
+      scale = (kIsQuery ? scales.q : kIsKey ? scales.k : scales.v).of(request, variant.kv_head);
     }
   }
 
-  __device__ __forceinline__ Pair apply(Pair x, int32_t first, int32_t second, const KvToken& token) const {
+  /// `tokens`: those whose rows are transformed.
+  __device__ __forceinline__ RowTransform(const Variant& variant_, const KvTokens& tokens)
+      : RowTransform(variant_, tokens.first.request) {}
+
+  __device__ __forceinline__ Pair apply(Pair x, int32_t first, int32_t second, const Place& place) const {
     if constexpr (kScales) x = Pair{x.first * scale, x.second * scale};
-    if constexpr (kOfKeys)
-      return variant.key(x, first, second, token);
+    if constexpr (kIsQuery)
+      return variant.query(x, first, second, place);
+    else if constexpr (kIsKey)
+      return variant.key(x, first, second, place);
     else
-      return variant.value(x, first, second, token);
+      return variant.value(x, first, second, place);
   }
 };
 
 template <class Variant>
-using KeyTransform = TokenTransform<Variant, true>;
+using QueryTransform = RowTransform<Variant, RowHook::kQuery>;
 template <class Variant>
-using ValueTransform = TokenTransform<Variant, false>;
+using KeyTransform = RowTransform<Variant, RowHook::kKey>;
+template <class Variant>
+using ValueTransform = RowTransform<Variant, RowHook::kValue>;
 
 /// Two elements, each times `scale`.
 template <class Element>

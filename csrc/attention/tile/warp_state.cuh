@@ -157,8 +157,7 @@ struct WarpState {
     if (!__any_sync(0xffffffffu, exceeds(0) || exceeds(1))) return false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      highest[half] = fmaxf(highest[half], __shfl_xor_sync(0xffffffffu, highest[half], 1));
-      highest[half] = fmaxf(highest[half], __shfl_xor_sync(0xffffffffu, highest[half], 2));
+      highest[half] = ptx::quad_max(highest[half]);
       // Only a row's own scores raise its maximum: its bits do not depend on other rows.
       const float m = exceeds(half) ? highest[half] : maximum[b][half];
       correction[half] = m == minus_infinity() ? 1.0f : ptx::ex2((maximum[b][half] - m) * scale);
@@ -174,9 +173,7 @@ struct WarpState {
   __device__ __forceinline__ bool find_maxima(int b, const float (&s)[kBlocks][4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float highest = highest_score(s, half);
-      highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
-      highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+      const float highest = ptx::quad_max(highest_score(s, half));
       if (maximum[b][half] == minus_infinity()) maximum[b][half] = highest;
     }
     return __all_sync(0xffffffffu, maximum[b][0] != minus_infinity() && maximum[b][1] != minus_infinity());
@@ -312,12 +309,7 @@ struct WarpState {
   }
 
   /// The sum over all columns, in every lane of the row.
-  __device__ __forceinline__ float row_sum(int b, int half) const {
-    float total = sum[b][half];
-    total += __shfl_xor_sync(0xffffffffu, total, 1);
-    total += __shfl_xor_sync(0xffffffffu, total, 2);
-    return total;
-  }
+  __device__ __forceinline__ float row_sum(int b, int half) const { return ptx::quad_add(sum[b][half]); }
 };
 
 /// Rows of Q for dequantized_scores(). `q`: the lane's address in the warp's first rows (four_columns()).

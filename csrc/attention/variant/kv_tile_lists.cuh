@@ -5,25 +5,11 @@
 
 namespace attn {
 
-/// Asks the mask about all rows of a row tile and a KV tile. A warp asks together; all of its lanes get the answer.
-template <class Variant>
-__device__ __forceinline__ SeenOrHidden ask_rows(const RowRangeParams& params, const TileOfLevel& level_tile,
-                                                 int32_t kv_tile) {
-  const TokenRange tokens = level_tile.tokens(params.plan, kv_tile);
-  SeenOrHidden answer{false, false};
-  for (int32_t row = level_tile.first_row; row < level_tile.end_row && !answer.both(); ++row) {
-    const SeenOrHidden lane_answer =
-        ask_row<Variant>(params, level_tile, row, tokens, static_cast<int32_t>(threadIdx.x % 32), 32);
-    answer.some_seen |= __any_sync(0xffffffffu, lane_answer.some_seen) != 0;
-    answer.some_hidden |= __any_sync(0xffffffffu, lane_answer.some_hidden) != 0;
-  }
-  return answer;
-}
-
 template <class Variant>
 __device__ __forceinline__ void list_kv_tiles(const RowRangeParams& params) {
   constexpr int kWarps = kRowRangeThreads / 32;
   __shared__ int32_t seen_by_warps[kWarps];
+  const auto any = [](bool lane_answer) { return __any_sync(0xffffffffu, lane_answer) != 0; };
   const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
   for (int32_t number = blockIdx.x; number < params.num_kv_tile_lists; number += gridDim.x) {
     const TileOfLevel level_tile(params.plan, params.level, number);
@@ -33,7 +19,8 @@ __device__ __forceinline__ void list_kv_tiles(const RowRangeParams& params) {
     for (int32_t first = 0; first < level_tile.tile.num_kv_tiles; first += kWarps) {
       const int32_t kv_tile = first + warp;
       SeenOrHidden answer{false, false};
-      if (kv_tile < level_tile.tile.num_kv_tiles) answer = ask_rows<Variant>(params, level_tile, kv_tile);
+      if (kv_tile < level_tile.tile.num_kv_tiles)
+        answer = ask_rows<Variant>(params, level_tile, kv_tile, lane, 32, any);
       if (lane == 0) seen_by_warps[warp] = answer.some_seen;
       __syncthreads();
       const uint32_t seen = __ballot_sync(0xffffffffu, lane < kWarps && seen_by_warps[lane % kWarps] != 0);

@@ -21,17 +21,10 @@ struct TileOfLevel {
       const int32_t begin = level.qo_indptr.narrow(level.qo_indptr.words(i));
       return first_kv_tile_list(p.config, i, clamp(begin, 0, level.max_rows));
     };
-    int32_t low = 0;  // the last row group whose first list is at or before this one
-    for (int32_t high = level.num_groups; high - low > 1;) {
-      const int32_t middle = low + (high - low) / 2;
-      if (first_list(middle) <= list)
-        low = middle;
-      else
-        high = middle;
-    }
+    const int32_t number = find_last(level.num_groups, [&](int32_t i) { return first_list(i) <= list; });
     uint32_t errors = 0;  // the planner reports them
-    group = read_row_group(p, GroupPlace{level_number, low}, errors);
-    const int32_t index = list - first_list(low);
+    group = read_row_group(p, GroupPlace{level_number, number}, errors);
+    const int32_t index = list - first_list(number);
     if (index < 0 || index >= count_row_tiles(p.config, group)) return;
     tile = make_row_tile(p, group, 0, index);
     first_row = p.group_size.divide(tile.packed_begin);
@@ -72,6 +65,21 @@ ATTN_HD SeenOrHidden ask_row(const RowRangeParams& params, const TileOfLevel& le
       answer.some_hidden = true;
     for (int32_t token = asked.begin + first; token < asked.end && !answer.both(); token += step)
       (head_row.sees(token) ? answer.some_seen : answer.some_hidden) = true;
+  }
+  return answer;
+}
+
+/// Asks the mask about all rows of a row tile and a KV tile. Lanes `first`, of `step`, ask together: any(answer) is
+/// whether one of them has this answer.
+template <class Variant, class Any>
+ATTN_HD SeenOrHidden ask_rows(const RowRangeParams& params, const TileOfLevel& level_tile, int32_t kv_tile,
+                              int32_t first, int32_t step, const Any& any) {
+  const TokenRange tokens = level_tile.tokens(params.plan, kv_tile);
+  SeenOrHidden answer{false, false};
+  for (int32_t row = level_tile.first_row; row < level_tile.end_row && !answer.both(); ++row) {
+    const SeenOrHidden lane_answer = ask_row<Variant>(params, level_tile, row, tokens, first, step);
+    answer.some_seen |= any(lane_answer.some_seen);
+    answer.some_hidden |= any(lane_answer.some_hidden);
   }
   return answer;
 }

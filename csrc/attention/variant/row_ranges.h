@@ -32,16 +32,11 @@ struct RangedRow {
   /// `row_of_level`: below the last element of qo_indptr. Empty if metadata is wrong there.
   ATTN_HD RangedRow(const PlanParams& p, int32_t level_number, int32_t row_of_level) {
     const PlanLevel& level = p.levels[level_number];
-    int32_t low = 0;  // the last row group that begins at or before the row
-    for (int32_t high = level.num_groups; high - low > 1;) {
-      const int32_t middle = low + (high - low) / 2;
-      if (level.qo_indptr.narrow(level.qo_indptr.words(middle)) <= row_of_level)
-        low = middle;
-      else
-        high = middle;
-    }
+    const int32_t number = find_last(level.num_groups, [&](int32_t i) {  // begins at or before the row
+      return level.qo_indptr.narrow(level.qo_indptr.words(i)) <= row_of_level;
+    });
     uint32_t errors = 0;  // the planner reports them
-    group = read_row_group(p, GroupPlace{level_number, low}, errors);
+    group = read_row_group(p, GroupPlace{level_number, number}, errors);
     index = row_of_level - group.qo_begin;
     find_tokens(level, row_of_level);
   }

@@ -13,12 +13,7 @@ namespace attn {
 struct StoredBFloat16 {
   unsigned short bits;
 
-  ATTN_HD operator float() const {
-    const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-    float value;
-    ATTN_MEMCPY(&value, &wide, sizeof(value));
-    return value;
-  }
+  ATTN_HD operator float() const { return bits_float(static_cast<uint32_t>(bits) << 16); }
 };
 
 /// Elements of a float16 tensor; computed with as float.
@@ -26,21 +21,17 @@ struct StoredFloat16 {
   unsigned short bits;
 
   ATTN_HD operator float() const {
-    float value;
 #if defined(__CUDA_ARCH__)
+    float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
 #else
     // Moves exponent and mantissa to where a float has them, then corrects the exponent's bias. An infinity or a NaN
     // keeps the largest exponent.
     const uint32_t magnitude = (bits & 0x7fffu) << 13;
-    ATTN_MEMCPY(&value, &magnitude, sizeof(value));
-    value *= 0x1p112f;
-    uint32_t wide;
-    ATTN_MEMCPY(&wide, &value, sizeof(wide));
-    wide |= (bits & 0x8000u) << 16 | (magnitude >= 0x0f800000u ? 0x7f800000u : 0u);
-    ATTN_MEMCPY(&value, &wide, sizeof(value));
+    const uint32_t special = magnitude >= 0x0f800000u ? 0x7f800000u : 0u;
+    return bits_float(float_bits(bits_float(magnitude) * 0x1p112f) | (bits & 0x8000u) << 16 | special);
 #endif
-    return value;
   }
 };
 
@@ -115,12 +106,7 @@ ATTN_HD float quick_divide(float a, float b) {
 }
 
 /// For -126 <= exponent <= 127.
-ATTN_HD float power_of_2(int32_t exponent) {
-  const int32_t bits = (exponent + 127) << 23;
-  float power;
-  ATTN_MEMCPY(&power, &bits, sizeof(power));
-  return power;
-}
+ATTN_HD float power_of_2(int32_t exponent) { return bits_float(static_cast<uint32_t>((exponent + 127) << 23)); }
 
 /// e^rest * 2^exponent for |rest| <= ln(2) / 2, -152 <= exponent <= 129.
 ATTN_HD float scaled_exp(float rest, float exponent) {
@@ -168,13 +154,10 @@ ATTN_HD float exp(float x) {
 
 /// -infinity for 0 and what is smaller than a normal float, NaN below 0.
 ATTN_HD float log(float x) {
-  int32_t bits;
-  ATTN_MEMCPY(&bits, &x, sizeof(bits));
+  const int32_t bits = static_cast<int32_t>(float_bits(x));
   // x = 2^exponent * mantissa, which is in [sqrt(1/2), sqrt(2)).
   const int32_t exponent = (bits - 0x3f3504f3) >> 23;
-  const int32_t mantissa_bits = bits - exponent * (1 << 23);
-  float mantissa;
-  ATTN_MEMCPY(&mantissa, &mantissa_bits, sizeof(mantissa));
+  const float mantissa = bits_float(static_cast<uint32_t>(bits - exponent * (1 << 23)));
   // ln(m) = 2 atanh((m - 1) / (m + 1)), with |(m - 1) / (m + 1)| < 0.172
   const float s = quick_divide(mantissa - 1.0f, mantissa + 1.0f), t = s * s;
   const float series = (((0.2222222f * t + 0.2857143f) * t + 0.4f) * t + 0.6666667f) * t + 2.0f;

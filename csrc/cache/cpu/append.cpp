@@ -9,33 +9,20 @@
 namespace attn::cpu {
 namespace {
 
-/// body(token); a thread takes `chunk_tokens` at a time.
-template <class Body>
-void for_tokens(int32_t num_tokens, int32_t chunk_tokens, bool use_threads, const Body& body) {
-  auto take_chunk = [&](int32_t chunk) {
-    const int32_t end = min_of(num_tokens, (chunk + 1) * chunk_tokens);
-    for (int32_t token = chunk * chunk_tokens; token < end; ++token) body(token);
-  };
-  parallel_for(ceil_div(num_tokens, chunk_tokens), use_threads, take_chunk);
-}
-
 void append_token(const AppendParams& params, int32_t token) {
   const int64_t slot = params.slots[token];
-  if (slot < 0 || slot >= int64_t{params.num_pages} * params.page_size.divisor) return;
-  const int64_t page = slot / params.page_size.divisor;
-  const int64_t in_page = slot % params.page_size.divisor;
-  const auto copy_heads = [&](const void* from, int64_t token_stride, int64_t head_stride, int32_t head_bytes,
-                              const KvTensor& to) {
-    const char* source = static_cast<const char*>(from) + token * token_stride * params.element_bytes;
-    char* target = static_cast<char*>(const_cast<void*>(to.data)) +
-                   (page * to.page_stride + in_page * to.token_stride) * params.element_bytes;
+  if (!params.pages.has(slot)) return;
+  const SlotPlace place = params.pages.place(static_cast<int32_t>(slot));
+  const auto copy_heads = [&](const HeadRows& from, int32_t head_bytes, const KvTensor& to) {
+    const char* source = static_cast<const char*>(from.data) + token * from.token_stride * params.element_bytes;
+    char* target = static_cast<char*>(const_cast<void*>(to.data)) + to.element(place) * params.element_bytes;
     for (int64_t head = 0; head < params.num_kv_heads; ++head) {
       std::memcpy(target + head * to.head_stride * params.element_bytes,
-                  source + head * head_stride * params.element_bytes, static_cast<size_t>(head_bytes));
+                  source + head * from.head_stride * params.element_bytes, static_cast<size_t>(head_bytes));
     }
   };
-  copy_heads(params.k, params.k_token_stride, params.k_head_stride, params.k_head_bytes, params.k_cache);
-  copy_heads(params.v, params.v_token_stride, params.v_head_stride, params.v_head_bytes, params.v_cache);
+  copy_heads(params.k, params.k_head_bytes, params.k_cache);
+  copy_heads(params.v, params.v_head_bytes, params.v_cache);
 }
 
 using Row = ScaledLatentRow;
@@ -59,16 +46,20 @@ void write_row(const BFloat16* latent, const BFloat16* rope, char* row) {
 void append(const AppendParams& params) {
   constexpr int64_t kMinThreadedBytes = 256 * 1024;
   const int64_t bytes = int64_t{params.num_tokens} * params.num_kv_heads * (params.k_head_bytes + params.v_head_bytes);
-  for_tokens(params.num_tokens, 64, bytes >= kMinThreadedBytes, [&](int32_t token) { append_token(params, token); });
+  parallel_chunks(params.num_tokens, 64, bytes >= kMinThreadedBytes, [&](int32_t token, int32_t end) {
+    for (; token < end; ++token) append_token(params, token);
+  });
 }
 
 void append_latent(const LatentParams& params) {
   constexpr int32_t kChunk = 16;
-  for_tokens(params.num_tokens, kChunk, params.num_tokens > kChunk, [&](int32_t token) {
-    char* const row = params.row(token);
-    if (row != nullptr)
-      write_row(static_cast<const BFloat16*>(params.latent) + token * params.latent_stride,
-                static_cast<const BFloat16*>(params.rope) + token * params.rope_stride, row);
+  parallel_chunks(params.num_tokens, kChunk, params.num_tokens > kChunk, [&](int32_t token, int32_t end) {
+    for (; token < end; ++token) {
+      char* const row = params.row(token);
+      if (row != nullptr)
+        write_row(static_cast<const BFloat16*>(params.latent) + token * params.latent_stride,
+                  static_cast<const BFloat16*>(params.rope) + token * params.rope_stride, row);
+    }
   });
 }
 

@@ -11,6 +11,7 @@ namespace attn::cpu {
 namespace {
 
 constexpr int64_t kMinThreadedElements = 1 << 16;
+constexpr auto kUnchanged = [](float x) { return x; };
 
 /// The heads of one token, one after another in `head`.
 template <class Element>
@@ -29,22 +30,19 @@ class TokenWriter {
     for (int32_t head = 0; head < p_.num_qo_heads; ++head) {
       load(p_.q, token, head);
       finish(p_.q_norm, true);
-      store(p_.q_out.data, token * p_.q_out.token_stride + head * p_.q_out.head_stride);
+      store<Element>(p_.q_out.data, token * p_.q_out.token_stride + head * p_.q_out.head_stride, kUnchanged);
     }
     const int64_t slot = p_.slots ? p_.slots[token] : token;
-    if (slot < 0 || slot >= int64_t{p_.num_pages} * p_.page_size.divisor) return;
-    const int64_t page = slot / p_.page_size.divisor, in_page = slot % p_.page_size.divisor;
-    const auto place = [&](const KvTensor& cache, int32_t head) {
-      return page * cache.page_stride + in_page * cache.token_stride + head * cache.head_stride;
-    };
+    if (!p_.pages.has(slot)) return;
+    const SlotPlace place = p_.pages.place(static_cast<int32_t>(slot));
     for (int32_t head = 0; head < p_.num_kv_heads; ++head) {
       load(p_.k, token, head);
       finish(p_.k_norm, true);
-      store_cached(p_.k_cache.data, place(p_.k_cache, head), p_.scales.k.of(0, head));
+      store_cached(p_.k_cache, place, head, p_.scales.k);
       if (p_.v.data == nullptr) continue;
       load(p_.v, token, head);
       finish(nullptr, false);
-      store_cached(p_.v_cache.data, place(p_.v_cache, head), p_.scales.v.of(0, head));
+      store_cached(p_.v_cache, place, head, p_.scales.v);
     }
   }
 
@@ -95,44 +93,35 @@ class TokenWriter {
     }
   }
 
-  void store(const void* data, int64_t at) {
-    Element* to = static_cast<Element*>(const_cast<void*>(data)) + at;
-    for (size_t i = 0; i < head_.size(); ++i) from_float(head_[i], to + i);
+  /// Writes the head as `Stored`; `change` is applied to its numbers before.
+  template <class Stored, class Change>
+  void store(const void* data, int64_t at, const Change& change) {
+    Stored* to = static_cast<Stored*>(const_cast<void*>(data)) + at;
+    for (size_t i = 0; i < head_.size(); ++i) ScalarElements::from_float(change(head_[i]), to[i]);
   }
 
-  void store_cached(const void* data, int64_t at, float scale) {
+  void store_cached(const KvTensor& cache, SlotPlace place, int32_t head, const KvScale& scales) {
+    using Other = typename OtherElementOf<Element>::Type;
+    const int64_t at = cache.element(place, head);
+    const float scale = scales.of(0, head);
+    const auto divide = [&](float x) { return x / scale; };
+    // What exceeds the largest float16 becomes that, as on a GPU.
+    const auto limit = [](float x) { return is_same<Other, Half> ? ScalarElements::finite_half(x) : x; };
     switch (p_.scales.element) {
       case DataType::kFloat32:
       case DataType::kFloat16:
       case DataType::kBFloat16:
-        return converts_ ? store_converted(data, at) : store(data, at);
+        return converts_ ? store<Other>(cache.data, at, limit) : store<Element>(cache.data, at, kUnchanged);
       case DataType::kFloat8E4M3:
-        return store_rounded<Float8E4M3>(data, at, scale);
+        return store<Float8E4M3>(cache.data, at, divide);
       case DataType::kFloat8E5M2:
-        return store_rounded<Float8E5M2>(data, at, scale);
+        return store<Float8E5M2>(cache.data, at, divide);
       case DataType::kScaledLatent:
         return;  // its rows are not heads
     }
   }
 
-  template <class CacheElement>
-  void store_rounded(const void* data, int64_t at, float scale) {
-    CacheElement* to = static_cast<CacheElement*>(const_cast<void*>(data)) + at;
-    for (size_t i = 0; i < head_.size(); ++i) ScalarElements::from_float(head_[i] / scale, to[i]);
-  }
-
-  /// Converts to the other 16-bit type. What exceeds the largest float16 becomes that, as on a GPU.
-  void store_converted(const void* data, int64_t at) {
-    using Other = typename OtherElementOf<Element>::Type;
-    Other* to = static_cast<Other*>(const_cast<void*>(data)) + at;
-    for (size_t i = 0; i < head_.size(); ++i) {
-      const float x = is_same<Other, Half> ? ScalarElements::finite_half(head_[i]) : head_[i];
-      ScalarElements::from_float(x, to[i]);
-    }
-  }
-
   static float to_float(const Element* x) { return ScalarElements::to_float(*x); }
-  static void from_float(float x, Element* to) { ScalarElements::from_float(x, *to); }
 
   const QkvParams& p_;
   const bool converts_;  // K and V to another type
@@ -144,31 +133,18 @@ class TokenWriter {
 template <class Element>
 void append(const QkvParams& params, DataType dtype) {
   constexpr int32_t kChunk = 16;  // tokens that a thread takes at a time
-  auto write_chunk = [&](int32_t chunk) {
-    TokenWriter<Element> writer(params, dtype);
-    const int32_t end = min_of(params.num_tokens, (chunk + 1) * kChunk);
-    for (int32_t token = chunk * kChunk; token < end; ++token) writer.write(token);
-  };
   const int64_t heads = params.num_qo_heads + int64_t{2} * params.num_kv_heads;
   const bool use_threads = params.num_tokens * heads * params.head_dim >= kMinThreadedElements;
-  parallel_for(ceil_div(params.num_tokens, kChunk), use_threads, write_chunk);
+  parallel_chunks(params.num_tokens, kChunk, use_threads, [&](int32_t token, int32_t end) {
+    TokenWriter<Element> writer(params, dtype);
+    for (; token < end; ++token) writer.write(token);
+  });
 }
 
 }  // namespace
 
 void append_qkv(const QkvParams& params, DataType dtype) {
-  switch (dtype) {
-    case DataType::kFloat32:
-      return append<float>(params, dtype);
-    case DataType::kFloat16:
-      return append<Half>(params, dtype);
-    case DataType::kBFloat16:
-      return append<BFloat16>(params, dtype);
-    case DataType::kFloat8E4M3:
-    case DataType::kFloat8E5M2:
-    case DataType::kScaledLatent:
-      return;  // of caches only
-  }
+  visit_float(dtype, [&](auto element) { append<decltype(element)>(params, dtype); });
 }
 
 }  // namespace attn::cpu

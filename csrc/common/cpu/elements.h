@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "common/data_type.h"
+
 namespace attn::cpu {
 
 struct Half {
@@ -34,5 +36,13 @@ template <>
 struct OtherElementOf<BFloat16> {
   using Type = Half;
 };
+
+/// Returns body(Element{}), with the type of `dtype`: float32, float16 or bfloat16.
+template <class Body>
+ATTN_HD auto visit_float(DataType dtype, const Body& body) {
+  if (dtype == DataType::kFloat32) return body(float{});
+  if (dtype == DataType::kFloat16) return body(Half{});
+  return body(BFloat16{});
+}
 
 }  // namespace attn::cpu

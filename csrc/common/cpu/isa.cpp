@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -76,11 +77,9 @@ Isa detect() { return Isa::kBaseline; }
 Isa wanted_isa() {
   const char* name = std::getenv("ATTN_BACKEND_CPU_ISA");
   if (name == nullptr) return Isa::kAmx;
-  if (std::strcmp(name, "baseline") == 0) return Isa::kBaseline;
-  if (std::strcmp(name, "avx2") == 0) return Isa::kAvx2;
-  if (std::strcmp(name, "avx512") == 0) return Isa::kAvx512;
-  if (std::strcmp(name, "amx") != 0)
-    std::fprintf(stderr, "ATTN_BACKEND_CPU_ISA is %s, must be baseline, avx2, avx512 or amx: ignored\n", name);
+  for (const Isa isa : {Isa::kBaseline, Isa::kAvx2, Isa::kAvx512, Isa::kAmx})
+    if (std::strcmp(name, kIsaNames[static_cast<int>(isa)]) == 0) return isa;
+  std::fprintf(stderr, "ATTN_BACKEND_CPU_ISA is %s, must be baseline, avx2, avx512 or amx: ignored\n", name);
   return Isa::kAmx;
 }
 

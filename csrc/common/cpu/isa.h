@@ -11,10 +11,13 @@ enum class Isa {
   kAmx = 3,       // AMX tiles for bf16, AVX-512 BF16
 };
 
+/// Their names in ATTN_BACKEND_CPU_ISA.
+constexpr const char* kIsaNames[] = {"baseline", "avx2", "avx512", "amx"};
+
 /// The best instruction set of this machine that this build has kernels for.
 Isa best_isa();
 
-/// The instruction set in use: best_isa(), or a lesser one that ATTN_BACKEND_CPU_ISA=baseline|avx2|avx512|amx asks for.
+/// The instruction set in use: best_isa(), or the lesser one in ATTN_BACKEND_CPU_ISA.
 Isa current_isa();
 
 /// Uses `isa`, or the best there is below it.

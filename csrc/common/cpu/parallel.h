@@ -8,6 +8,8 @@
 #include <atomic>
 #include <cstdint>
 
+#include "common/math.h"
+
 namespace attn::cpu {
 
 /// Runs task(context) once on each thread of the pool, the caller being one of them, and returns when all are done. May
@@ -35,6 +37,13 @@ void parallel_for(int32_t count, bool use_threads, Body& body) {
         }
       },
       &loop);
+}
+
+/// Runs body(begin, end) for runs of `chunk` indices in [0, count): a thread takes one after another.
+template <class Body>
+void parallel_chunks(int32_t count, int32_t chunk, bool use_threads, const Body& body) {
+  auto take_chunk = [&](int32_t i) { body(i * chunk, min_of(count, (i + 1) * chunk)); };
+  parallel_for(ceil_div(count, chunk), use_threads, take_chunk);
 }
 
 }  // namespace attn::cpu

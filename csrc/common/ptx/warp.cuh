@@ -26,6 +26,12 @@ __device__ __forceinline__ uint64_t warp_add(uint64_t x) {
   return low + (static_cast<uint64_t>(middle) << kLowBits) + (static_cast<uint64_t>(high) << (2 * kLowBits));
 }
 
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int32_t step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, step));
+  return x;
+}
+
 __device__ __forceinline__ float warp_add(float x) {
 #pragma unroll
   for (int32_t step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
@@ -36,6 +42,18 @@ __device__ __forceinline__ double warp_add(double x) {
 #pragma unroll 1
   for (int32_t step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
   return x;
+}
+
+// The same of the four lanes that hold a row of an accumulator (mma.cuh).
+
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 1));
+  return fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2));
+}
+
+__device__ __forceinline__ float quad_add(float x) {
+  x += __shfl_xor_sync(kAllLanes, x, 1);
+  return x + __shfl_xor_sync(kAllLanes, x, 2);
 }
 
 /// Sum of x over this lane and those before it.

@@ -96,16 +96,7 @@ __device__ __forceinline__ void count_tiles(PlanContext& c) {
 
 /// The row group that row tile `tile` belongs to: the last one whose first tile is at or before it.
 __device__ __forceinline__ int32_t find_group(const PlanContext& c, int32_t tile) {
-  int32_t low = 0;
-#pragma unroll 1
-  for (int32_t high = c.planned.num_groups; high - low > 1;) {
-    const int32_t middle = low + (high - low) / 2;
-    if (c.tile_begin[middle] <= tile)
-      low = middle;
-    else
-      high = middle;
-  }
-  return low;
+  return find_last(c.planned.num_groups, [&](int32_t i) { return c.tile_begin[i] <= tile; });
 }
 
 /// Places the row tiles of all row groups in the list of work, one thread for each tile, and finds the longest pairs.

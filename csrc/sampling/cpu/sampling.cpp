@@ -315,18 +315,7 @@ void sample_elements(const SamplingParams& params) {
 }  // namespace
 
 void sample_logits(const SamplingParams& params, DataType dtype) {
-  switch (dtype) {
-    case DataType::kFloat32:
-      return sample_elements<float>(params);
-    case DataType::kFloat16:
-      return sample_elements<Half>(params);
-    case DataType::kBFloat16:
-      return sample_elements<BFloat16>(params);
-    case DataType::kFloat8E4M3:
-    case DataType::kFloat8E5M2:
-    case DataType::kScaledLatent:
-      return;  // of caches only
-  }
+  visit_float(dtype, [&](auto element) { sample_elements<decltype(element)>(params); });
 }
 
 void sample_probs(const SamplingParams& params) {

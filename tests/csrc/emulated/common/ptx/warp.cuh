@@ -14,6 +14,21 @@ constexpr uint32_t kAllLanes = 0xffffffffu;
 inline uint32_t warp_max(uint32_t x) { return __reduce_max_sync(kAllLanes, x); }
 inline uint32_t warp_min(uint32_t x) { return __reduce_min_sync(kAllLanes, x); }
 
+inline float warp_max(float x) {
+  for (int32_t step = 16; step > 0; step /= 2) x = std::fmax(x, __shfl_xor_sync(kAllLanes, x, step));
+  return x;
+}
+
+inline float quad_max(float x) {
+  x = std::fmax(x, __shfl_xor_sync(kAllLanes, x, 1));
+  return std::fmax(x, __shfl_xor_sync(kAllLanes, x, 2));
+}
+
+inline float quad_add(float x) {
+  x += __shfl_xor_sync(kAllLanes, x, 1);
+  return x + __shfl_xor_sync(kAllLanes, x, 2);
+}
+
 /// Of integers and floats.
 template <class T>
 T warp_add(T x) {

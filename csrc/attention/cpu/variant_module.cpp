@@ -1,16 +1,14 @@
-#include "attention/cpu/variant_loader.h"
+#include "attention/cpu/variant_module.h"
 
 #include <dlfcn.h>
 #include <tvm/ffi/error.h>
 
 #include <cstring>
 
-#include "attention/cpu/variant_module.h"
-
 namespace attn::cpu {
 
-Kernels load_variant(const std::string& file) {
-  void* const library = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
+Kernels load_variant(const char* file) {
+  void* const library = dlopen(file, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) TVM_FFI_THROW(RuntimeError) << "loading " << file << ": " << dlerror();
   const auto* const module = static_cast<const VariantModule*>(dlsym(library, "attn_variant_module"));
   if (module == nullptr) TVM_FFI_THROW(RuntimeError) << "loading " << file << ": it holds no kernels of a variant";
