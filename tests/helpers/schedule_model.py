@@ -197,7 +197,7 @@ def _positions(
         unequal = 4 * total <= 3 * cost * pairs
         whole = not merges and even and (not uncut or 2 * cost <= share)
         uses_queue = len(tiles) >= 2 * len(groups) and (
-            cost * (3 if unequal else config.min_queue_pairs) <= share or (whole and most > 1)
+            cost * (2 if unequal else config.min_queue_pairs) <= share or (whole and most > 1)
         )
         return uses_queue or (whole and most == 1), uses_queue
 
