@@ -251,9 +251,14 @@ FEATURES += (
         Cell((f"{SGLANG_SERVED}::test_a_model_that_replaces_the_backend_is_refused",), "refused at start"),
     ),
     Feature(
-        "Inkling, Step 5, HY V4: own kernels",
+        "Step 5, HY V4: own kernels",
         Cell((f"{VLLM_SERVED}::test_a_model_with_its_own_kernels_is_refused",), "refused at start"),
-        Cell(says="Inkling: refused by SGLang; has no Step 5, no HY V4"),
+        Cell(says="has no such model"),
+    ),
+    Feature(
+        "Inkling: own kernels",
+        Cell((f"{VLLM_SERVED}::test_a_model_with_its_own_kernels_is_refused",), "refused at start"),
+        Cell(says="not served: SGLang accepts only `fa4` and `triton`"),
     ),
     Feature(
         "MiniMax M3: sparse layers with own kernels",
