@@ -221,8 +221,8 @@ def test_stale_bits_before_a_chunk_reach_no_output(shared_pages: int, dtype: tor
     """vLLM frees the blocks before a chunk, and may give their memory to layers with another element type.
 
     Kernels multiply V of tokens that a row does not see by 0, which is NaN if V is. But KV tiles begin at
-    multiples of their length, of which Llama 4's chunks of 8192 tokens are multiples. Here a chunk is as long
-    as the CPU's largest KV tile.
+    multiples of their length, and so do Llama 4's chunks of 8192 tokens. Here a chunk is as long as the CPU's
+    largest KV tile.
     """
     chunk, impl = 128, make_impl()
     # decodes right after a chunk begins, and later; prefills from inside a chunk, and over its end
