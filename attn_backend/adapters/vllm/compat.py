@@ -29,6 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import wraps
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
 from typing import Any, TypeVar
 
@@ -280,6 +281,14 @@ def is_our_name(name: AttentionBackendEnum) -> bool:
         and name.is_overridden()
         and name.get_path().startswith("attn_backend.")
     )
+
+
+def own_release() -> str:
+    """This package's version."""
+    try:
+        return version("attn-backend")
+    except PackageNotFoundError:  # a checkout
+        return "(not installed)"
 
 
 def our_names() -> list[str]:

@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Iterable
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
 import torch
@@ -180,12 +179,8 @@ def tell_of_registration() -> None:
 @cache
 def _log_registration(logger: logging.Logger) -> None:
     names = ", ".join(compat.our_names())
-    try:
-        release = version("attn-backend")
-    except PackageNotFoundError:  # a checkout
-        release = "(not installed)"
     # vLLM does not name the backend that it uses on a CPU
-    logger.info("attn_backend %s is registered as %s.", release, names or "no backend")
+    logger.info("attn_backend %s is registered as %s.", compat.own_release(), names or "no backend")
 
 
 @cache
