@@ -64,6 +64,11 @@ class Settings(BaseModel):
         description="compile missing kernels on first use; 0: only `attn-backend compile` does",
     )
     prefetch_code: Switch = Field(True, description="prefetch the code of attention kernels to the L2 cache")
+    require_layers: Switch = Field(
+        True,
+        description="refuse to start an engine if this backend was chosen but serves no attention layer of "
+        "the model; 0: only warn",
+    )
     sampler: Switch | None = Field(
         None,
         description="0: the engine samples; 1: this package does, also instead of SGLang's `pytorch` "

@@ -29,6 +29,7 @@ KEPT = {
             "plugins/",
             "platforms/",
             "envs.py",
+            "logger.py",
             "sampling_params.py",
         ),
         *(
@@ -80,7 +81,7 @@ KEPT = {
     ),
 }
 ARCHIVE = "sources.zip"
-LISTS = {"vllm": "-2", "sglang": "-3"}  # a longer list has another name in the cache
+LISTS = {"vllm": "-3", "sglang": "-3"}  # a longer list has another name in the cache
 
 # vLLM's wheels are ten times as large as its source distribution, and pip wants the source's metadata before
 # it keeps it. This build backend returns PKG-INFO and builds nothing.

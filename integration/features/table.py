@@ -235,6 +235,45 @@ FEATURES = (
 )
 
 
+VLLM_SERVED = f"{ADAPTERS}/vllm/test_vllm_served.py"
+SGLANG_SERVED = f"{ADAPTERS}/sglang/test_sglang_served.py"
+# Models that choose their own kernels, whatever the user chose (docs/engines.md has the files and lines).
+FEATURES += (
+    Feature(
+        "DeepSeek V4 and V4.1, Qwen4-Exp, dots3: own kernels",
+        Cell(
+            (
+                f"{VLLM_SERVED}::test_a_model_with_its_own_kernels_is_refused",
+                f"{VLLM_SERVED}::test_what_counts_as_an_attention_layer",
+            ),
+            "refused at start",
+        ),
+        Cell((f"{SGLANG_SERVED}::test_a_model_that_replaces_the_backend_is_refused",), "refused at start"),
+    ),
+    Feature(
+        "Step 5, HY V4: own kernels",
+        Cell((f"{VLLM_SERVED}::test_a_model_with_its_own_kernels_is_refused",), "refused at start"),
+        Cell(says="has no such model"),
+    ),
+    Feature(
+        "Inkling: own kernels",
+        Cell((f"{VLLM_SERVED}::test_a_model_with_its_own_kernels_is_refused",), "refused at start"),
+        Cell(says="not served: SGLang accepts only `fa4` and `triton`"),
+    ),
+    Feature(
+        "MiniMax M3: sparse layers with own kernels",
+        Cell(
+            (f"{VLLM_SERVED}::test_layers_of_other_backends_are_named",),
+            "dense layers are ours; a warning names the others",
+        ),
+        Cell(
+            (f"{SGLANG_SERVED}::test_sparse_layers_of_others_are_named",),
+            "dense layers are ours; a warning names the others",
+        ),
+    ),
+)
+
+
 def named(engine: str) -> list[str]:
     """The evidence for an engine's features, without duplicates."""
     return list(dict.fromkeys(one for feature in FEATURES for one in feature.cell(engine).shown))

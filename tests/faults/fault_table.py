@@ -998,4 +998,25 @@ FAULTS = (
         "return 1.0f / (out_scale_data == nullptr ? out_scale : *out_scale_data);",
         ("tests/kernels/test_float8_output.py", "-k", "cpu and scale_of_0"),
     ),
+    Fault(
+        "adapters: an engine without layers of ours starts",
+        "attn_backend/adapters/served.py",
+        "    if Settings.read().require_layers:",
+        "    if not Settings.read().require_layers:",
+        ("tests/adapters/vllm/test_vllm_served.py",),
+    ),
+    Fault(
+        "vLLM: its own name pickles as a value that other processes do not know yet",
+        "attn_backend/adapters/vllm/compat.py",
+        "        member.__reduce_ex__ = lambda protocol: (_own_name, (path,))\n",
+        "",
+        ("tests/adapters/vllm/test_vllm_plugin.py", "-k", "reaches_processes"),
+    ),
+    Fault(
+        "SGLang: the backend that a model replaces counts as used",
+        "attn_backend/adapters/sglang/plugin.py",
+        "        check_layers(runner, built)",
+        "        check_layers(runner, arguments[0])",
+        ("tests/adapters/sglang/test_sglang_served.py",),
+    ),
 )

@@ -68,7 +68,8 @@ MEMBERS = {
             "impl mm_prefix_clamp_sliding_window kv_sharing_target_layer_name"
         ),
         "vllm.v1.attention.backends.registry:AttentionBackendEnum": "CUSTOM CPU_ATTN CPU_MLA AMX_MLA "
-        "FLASH_ATTN_DIFFKV TRITON_ATTN_DIFFKV",
+        "FLASH_ATTN_DIFFKV TRITON_ATTN_DIFFKV is_overridden get_path register",
+        "vllm.v1.worker.worker_base:WorkerWrapperBase": "worker vllm_config",
         f"{MLA}:MLACommonMetadataBuilder": "query_len_support reorder_batch_threshold mla_dims num_heads "
         "page_size _prefill_backend _build_decode",
         f"{MLA}:QueryLenSupport": "VARLEN",
@@ -87,7 +88,8 @@ MEMBERS = {
             "num_heads scale kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim vllm_config "
             "prepare_metadata"
         ),
-        "vllm.config.attention:AttentionConfig": "mla_prefill_backend hisparse_config backend use_non_causal",
+        "vllm.config.attention:AttentionConfig": "mla_prefill_backend hisparse_config backend "
+        "backend_per_kind use_non_causal",
         "vllm.v1.kv_cache_interface:MLAAttentionSpec": "block_size dtype block_stride_alignment "
         "state_content_size_bytes",
         "vllm.v1.kv_cache_interface:FullAttentionSpec": "block_size num_kv_heads head_size head_size_v dtype "
@@ -175,8 +177,13 @@ MEMBERS = {
         "sglang.srt.model_executor.model_runner:ModelRunner": (
             "device dtype kv_cache_dtype kv_cache_dtype_str page_size is_draft_worker model model_config "
             "req_to_token_pool token_to_kv_pool "
-            "hisparse_coordinator attn_backend"
+            "hisparse_coordinator attn_backend server_args"
         ),
+        # what SGLang wraps around a backend
+        "sglang.srt.layers.attention.hybrid_attn_backend:HybridAttnBackend": "prefill_backend decode_backend",
+        "sglang.srt.layers.attention.hybrid_linear_attn_backend:HybridLinearAttnBackend": "full_attn_backend",
+        "sglang.srt.layers.attention.minimax_sparse_backend:MiniMaxHybridAttnBackend": "dense sparse "
+        "sparse_layer_ids",
         "sglang.srt.configs.model_config:ModelConfig": (
             "attention_arch is_encoder_decoder context_len is_multimodal attention_chunk_size hf_config "
             "hf_text_config"
@@ -210,7 +217,7 @@ MODULES = {
     "vllm": {"vllm.envs": "VLLM_BATCH_INVARIANT"},
     "sglang": {
         "sglang.srt.server_args": "ATTENTION_BACKEND_CHOICES DETERMINISTIC_ATTENTION_BACKEND_CHOICES "
-        "DRAFT_ATTENTION_BACKEND_CHOICES",
+        "DRAFT_ATTENTION_BACKEND_CHOICES add_draft_attention_backend_choices",
         "sglang.srt.layers.sampler": "_CUSTOM_SAMPLER_FACTORIES _SamplingMaskCapture "
         "top_k_top_p_min_p_sampling_from_probs_torch",
         "sglang.srt.layers.attention.base_attn_backend": "SharedReadEnds",
@@ -246,6 +253,7 @@ CALLS = {
         "sglang.srt.layers.attention.attention_registry:register_attention_backend": (1, ""),
         "sglang.srt.server_args:add_attention_backend_choices": (1, ""),
         "sglang.srt.server_args:add_deterministic_attention_backend_choices": (1, ""),
+        "sglang.srt.layers.attention.attention_registry:attn_backend_wrapper": (2, ""),
         "sglang.srt.layers.sampler:register_sampler_backend": (2, ""),
         "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool.set_kv_buffer": (4, ""),
         "sglang.srt.mem_cache.swa_memory_pool:SWAKVPool.set_kv_buffer": (4, ""),
@@ -270,6 +278,7 @@ MAYBE = {
     "vllm.v1.attention.backends.registry:AttentionBackendEnum.CPU_MLA": "register: since the releases that "
     "serve MLA on a CPU",
     "vllm.v1.attention.backends.registry:AttentionBackendEnum.AMX_MLA": "the same",
+    "vllm.v1.attention.backends.registry:AttentionBackendEnum.register": "compat.register_names asks",
     "vllm.config.attention:AttentionConfig.hisparse_config": "compat.unsupported_sparse_feature: since the "
     "releases that have it",
     "vllm.v1.kv_cache_interface:MLAAttentionSpec.block_stride_alignment": (
@@ -290,6 +299,7 @@ MAYBE = {
     "sglang.srt.models.dflash:DFlashAttention.attention_sink_bias": "support.layer_spec: since the drafts "
     "that have sinks",
     "sglang.srt.server_args:DRAFT_ATTENTION_BACKEND_CHOICES": "compat.register_draft_backend asks",
+    "sglang.srt.server_args:add_draft_attention_backend_choices": "the same asks: comes with that list",
     "sglang.srt.layers.sampler:_SamplingMaskCapture": "sampler.py asks: since 0.5.20",
     "sglang.srt.layers.attention.base_attn_backend:SharedReadEnds": "compat.shared_reads_end_after_replay: "
     "later releases ask",
@@ -304,12 +314,15 @@ ASKED = {
     "learnable_sink": "of a checkpoint's configuration: so does SGLang (arg_groups/overrides.py)",
     "use_bidirectional_attention": "of transformers' configuration of Gemma 4",
     "name": "of every enum",
+    "forward": "of every module",
+    "_attn_backend": "ours",
     "spec": "ours",
 }
 
 # Places in which the name is a variable.
 ASKED_BY_VARIABLE = {
     ("sglang/compat.py", "f'get_{group}'"): "test_settings_have_the_names_that_are_asked_for",
+    ("sglang/compat.py", "f'{phase}_attention_backend'"): "test_checks_of_names_are_where_the_hooks_look",
     ("sglang/compat.py", "name"): "the same, and methods of MHATokenToKVPool",
     ("sglang/plugin.py", "name"): "test_checks_of_names_are_where_the_hooks_look",
     ("sglang/plugin.py", "field"): "the same",

@@ -51,6 +51,44 @@ def register_backend(name: str, create: Callable[[Any], Any]) -> None:
         server_args.add_deterministic_attention_backend_choices([name])
 
 
+PHASES = ("prefill", "decode")
+
+
+def phases_of_user(runner: Any) -> list[str]:
+    """The phases for which the user chose this package.
+
+    The runner's arguments are the user's: SGLang keeps what it decides for a model elsewhere.
+    """
+    arguments = runner.server_args
+    if runner.is_draft_worker and arguments.speculative_draft_attention_backend is not None:
+        return list(PHASES) if arguments.speculative_draft_attention_backend == NAME else []
+    return [
+        phase
+        for phase in PHASES
+        if (getattr(arguments, f"{phase}_attention_backend", None) or arguments.attention_backend) == NAME
+    ]
+
+
+def is_ours(backend: Any) -> bool:
+    """Whether a backend is of this package."""
+    return any(base.__module__.startswith("attn_backend.") for base in type(backend).__mro__)
+
+
+def backend_of_layer(backend: Any, layer_id: int, phase: str) -> Any:
+    """The backend that runs a layer with softmax, behind the backends of SGLang that have several."""
+    while not is_ours(backend):
+        if hasattr(backend, "sparse_layer_ids"):  # MiniMax M3
+            inner = backend.sparse if layer_id in backend.sparse_layer_ids else backend.dense
+        elif hasattr(backend, "full_attn_backend"):  # with layers of linear attention or convolutions
+            inner = backend.full_attn_backend
+        elif hasattr(backend, "prefill_backend"):  # one for prompts, one for decodes
+            inner = backend.prefill_backend if phase == "prefill" else backend.decode_backend
+        else:
+            break
+        backend = inner
+    return backend
+
+
 def register_draft_backend(name: str) -> None:
     """Adds a backend to those that SGLang gives to draft models of DFLASH, which otherwise get FlashInfer's.
 
@@ -63,7 +101,7 @@ def register_draft_backend(name: str) -> None:
 
     choices = getattr(server_args, "DRAFT_ATTENTION_BACKEND_CHOICES", None)
     if choices is not None and name not in choices:
-        choices.append(name)
+        server_args.add_draft_attention_backend_choices([name])
 
 
 def register_sampler(name: str, create: Callable[[], Any]) -> None:

@@ -46,6 +46,7 @@ def register() -> None:
     compat.register_draft_backend(NAME)
     hook_name_checks(NAME)
     hook_draft_factory(NAME)
+    hook_wrapper()
     sampler = Settings.read().sampler
     if sampler is not False:
         compat.register_sampler(NAME, create_sampler)
@@ -127,6 +128,32 @@ def hook_draft_factory(name: str) -> None:
         for _, known, *_ in hooks.HookRegistry._hooks.get(DRAFT_FACTORY, [])
     ):
         hooks.HookRegistry.register(DRAFT_FACTORY, create_with_ours, hooks.HookType.AROUND)
+
+
+WRAPPER = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
+
+
+def hook_wrapper() -> None:
+    """Checks which layers of a built model run on our backend, from the end of SGLang's `load_plugins` on.
+
+    A model may choose another backend, or replace ours in this function. Then no code of ours runs after
+    registration. Registering it again changes nothing.
+    """
+    hooks = import_module("sglang.srt.plugins.hook_registry")
+
+    def wrap_and_check(original: Callable[..., Any], runner: Any, *arguments: Any, **named: Any) -> Any:
+        from .support import check_layers  # only now: it imports the engine
+
+        built = original(runner, *arguments, **named)
+        check_layers(runner, built)
+        return built
+
+    wrap_and_check._attn_backend_hook = True  # type: ignore[attr-defined]
+    if not any(
+        getattr(known, "_attn_backend_hook", None)
+        for _, known, *_ in hooks.HookRegistry._hooks.get(WRAPPER, [])
+    ):
+        hooks.HookRegistry.register(WRAPPER, wrap_and_check, hooks.HookType.AROUND)
 
 
 BACKEND_OPTIONS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")

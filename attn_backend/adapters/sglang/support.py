@@ -5,6 +5,7 @@ Every refusal is a ValueError that names the model's feature or the option, and 
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NoReturn
 
 import torch
@@ -14,6 +15,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch.nn import Module
 
 from attn_backend.adapters.layers import LayerSpec
+from attn_backend.adapters.served import report_layers
 from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH
 from attn_backend.metadata.kv_cache import SCALED_DTYPES
 
@@ -21,6 +23,8 @@ from . import compat
 from .compat import NAME
 from .mla import has_latents, is_decompressed, is_sparse
 from .mla import unsupported as unsupported_latents
+
+logger = logging.getLogger(__name__)
 
 _BLOCKS = "DFLASH"  # drafts a block of tokens in one pass, in which they see each other
 _SPECULATION = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", _BLOCKS)
@@ -333,3 +337,37 @@ def attention_layers(model: Module, is_encoder_decoder: bool) -> list[tuple[Radi
             if not is_encoder_decoder or layer.attn_type != AttentionType.ENCODER_ONLY
         ]
     return list(dict(found).items())
+
+
+def check_layers(runner: Any, built: Any) -> None:
+    """Called once the model is built and SGLang has wrapped its attention backend for it.
+
+    A phase counts if the user chose this backend for it: SGLang has one option each for prompts and decodes.
+
+    Args:
+        built: SGLang's wrapper returned it: our backend, another backend, or a backend that has several.
+
+    Raises:
+        RuntimeError: no layer of the model runs on this backend.
+    """
+    phases = compat.phases_of_user(runner)
+    if not phases:
+        return
+    layers: dict[int, str] = {}
+    for name, module in runner.model.named_modules():
+        if isinstance(module, RadixAttention):  # DeepSeek has two for one layer
+            layers.setdefault(module.layer_id, name)
+    num_ours, others = 0, dict[str, list[str]]()
+    for layer_id, name in layers.items():
+        backends = [compat.backend_of_layer(built, layer_id, phase) for phase in phases]
+        foreign = {
+            f"{type(backend).__name__}{f' in {phase}s' if len(set(backends)) > 1 else ''}"
+            for phase, backend in zip(phases, backends, strict=True)
+            if not compat.is_ours(backend)
+        }
+        num_ours += not foreign
+        for backend in foreign:
+            others.setdefault(backend, []).append(name)
+    is_draft = bool(runner.is_draft_worker)
+    hint = f"--speculative-draft-attention-backend {NAME} chooses attn_backend for it." if is_draft else ""
+    report_layers(num_ours, others, logger, hint, is_draft)

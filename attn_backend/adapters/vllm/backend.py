@@ -32,7 +32,7 @@ class AttnBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"
+        return compat.backend_name()
 
     @staticmethod
     def get_impl_cls() -> type[AttnImpl]:

@@ -18,6 +18,7 @@ probes, not from version numbers.
 | R-SWA, DCP | vLLM does not ask: the builder refuses | vLLM asks the backend |
 | merge of states over the ranks of DCP | up to 0.28 ops/common.py and dcp_alltoall.py | ops/dcp.py |
 | caches that DCP does not shard (draft models) | up to 0.30 none | dcp_sharded of the spec |
+| names of backends | up to 0.31 a fixed list with CUSTOM | AttentionBackendEnum.register |
 | pool of builders' memory | up to 0.29 the KV cache's, which sleep mode discards | saved; 0.30, 0.31: none |
 """
 
@@ -26,10 +27,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import wraps
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from inspect import signature
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from vllm.config import (
     CUDAGraphMode,
     VllmConfig,
@@ -41,7 +46,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from attn_backend.settings import Settings
 
@@ -94,18 +99,38 @@ def attention_impls(vllm_config: VllmConfig, layer_names: list[str]) -> Iterator
             yield impl
 
 
-def other_backends(vllm_config: VllmConfig) -> list[str]:
-    """The names of the backends, not of this package, on which attention layers run, a draft model's
-    included.
+def attention_layers(vllm_config: VllmConfig) -> dict[str, Any]:
+    """The layers of the model and of its draft model that compute attention, by name."""
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    return {name: layer for name, layer in layers.items() if computes_attention(layer)}
+
+
+# Layers of these classes keep a state or hidden states; vLLM gives them caches like attention layers.
+_OTHER_LAYERS = {"MambaBase", "CacheOnlyAttentionLayer"}
+
+
+def computes_attention(layer: Any) -> bool:
+    """Whether a layer with a cache computes attention.
+
+    The caches of indexers, of compressed keys and the like are layers, too. Nothing calls their `forward`.
     """
-    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
-    # state-space layers have none, nor have the caches of indexers
-    backends = {layer.get_attn_backend() for layer in layers if hasattr(layer, "impl")}
-    return sorted(
-        backend.get_name()
-        for backend in backends
-        if not any(base.__module__.startswith("attn_backend.") for base in backend.__mro__)
-    )
+    if not _OTHER_LAYERS.isdisjoint(base.__name__ for base in type(layer).__mro__):
+        return False
+    if hasattr(layer, "impl"):
+        return True
+    forward = getattr(type(layer), "forward", None)
+    return forward not in (None, nn.Module.forward) and len(signature(forward).parameters) > 1
+
+
+def is_ours(backend: type) -> bool:
+    """Whether a backend is of this package. vLLM derives classes for chunked local attention from it."""
+    return any(base.__module__.startswith("attn_backend.") for base in backend.__mro__)
+
+
+def draft_backend_of_user(vllm_config: VllmConfig) -> str | None:
+    """The backend's name in --speculative-config, or None if vLLM chooses it."""
+    backend = getattr(getattr(vllm_config, "speculative_config", None), "attention_backend", None)
+    return None if backend is None else backend.name
 
 
 def dcp_group(kv_cache_spec: Any) -> Any:
@@ -230,10 +255,111 @@ def uses_mla() -> bool:
     return bool(getattr(getattr(config, "model_config", None), "use_mla", False))
 
 
-def is_chosen() -> bool:
-    """Whether --attention-backend of the configuration at hand is CUSTOM."""
-    config = get_current_vllm_config_or_none()
-    return getattr(getattr(config, "attention_config", None), "backend", None) is AttentionBackendEnum.CUSTOM
+def chosen_names(config: Any) -> list[AttentionBackendEnum]:
+    """The backends of --attention-backend and of `backend_per_kind`, without those that vLLM chooses."""
+    attention = getattr(config, "attention_config", None)
+    per_kind = getattr(attention, "backend_per_kind", None) or {}
+    return [name for name in (getattr(attention, "backend", None), *per_kind.values()) if name is not None]
+
+
+def is_chosen(vllm_config: VllmConfig | None = None) -> bool:
+    """Whether the user has chosen this package for all layers or for a kind of layers.
+
+    Without an argument: in the configuration at hand.
+    """
+    config = vllm_config or get_current_vllm_config_or_none()
+    return any(is_our_name(name) for name in chosen_names(config))
+
+
+OWN_NAME = "ATTN_BACKEND"  # releases up to 0.31 only have CUSTOM
+
+
+def is_our_name(name: AttentionBackendEnum) -> bool:
+    """Whether vLLM's registry has a backend of this package behind CUSTOM or ATTN_BACKEND."""
+    return (
+        name.name in (OWN_NAME, "CUSTOM")
+        and name.is_overridden()
+        and name.get_path().startswith("attn_backend.")
+    )
+
+
+def own_release() -> str:
+    """This package's version."""
+    try:
+        return version("attn-backend")
+    except PackageNotFoundError:  # a checkout
+        return "(not installed)"
+
+
+def our_names() -> list[str]:
+    """vLLM's names that stand for this package's backends, without those that only models ask for."""
+    return [
+        name
+        for name, member in AttentionBackendEnum.__members__.items()
+        if member.is_overridden()
+        and member.get_path().startswith("attn_backend.")
+        and not name.endswith("_DIFFKV")
+    ]
+
+
+def other_custom() -> str | None:
+    """The path of another package's backend that has taken CUSTOM, or None."""
+    custom = AttentionBackendEnum.CUSTOM
+    return custom.get_path() if custom.is_overridden() and not is_our_name(custom) else None
+
+
+def register_names(path: str) -> None:
+    """Registers the backend at `path` under each name that this release allows.
+
+    CUSTOM is an alias. It stays with another package that has registered it before.
+    """
+    if hasattr(AttentionBackendEnum, "register"):
+        # register() refuses a name that exists
+        known = OWN_NAME in AttentionBackendEnum.__members__
+        register_backend(AttentionBackendEnum[OWN_NAME] if known else OWN_NAME, path)
+        # An Enum's member pickles as its value. vLLM sends its configuration to processes that read it before
+        # they load plugins: there, that value would be unknown.
+        member: Any = AttentionBackendEnum[OWN_NAME]
+        member.__reduce_ex__ = lambda protocol: (_own_name, (path,))
+    if other_custom() is None:
+        register_backend(AttentionBackendEnum.CUSTOM, path)
+
+
+def _own_name(path: str) -> AttentionBackendEnum:
+    """Unpickles ATTN_BACKEND."""
+    register_names(path)
+    return AttentionBackendEnum[OWN_NAME]
+
+
+def backend_name() -> str:
+    """The name that our backends have in vLLM: it looks each backend's name up in its registry."""
+    return OWN_NAME if OWN_NAME in AttentionBackendEnum.__members__ else "CUSTOM"
+
+
+def after_model_is_built(check: Callable[[VllmConfig], None]) -> None:
+    """Makes vLLM call `check` in each worker once the model is built. A second call changes nothing.
+
+    vLLM has no hook for this. If no layer is ours, no code of ours runs after registration, so this replaces
+    `load_model` of the wrapper through which all executors call their workers.
+    """
+    wrapper: Any = import_module("vllm.v1.worker.worker_base").WorkerWrapperBase
+    original = vars(wrapper).get("load_model")
+    if getattr(original, "_attn_backend", False):
+        return
+
+    def forward_to_worker(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.worker.load_model(*args, **kwargs)
+
+    load = original or forward_to_worker
+
+    @wraps(load)
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load(self, *args, **kwargs)
+        check(self.vllm_config)
+        return result
+
+    load_model._attn_backend = True  # type: ignore[attr-defined]
+    wrapper.load_model = load_model
 
 
 def serves_on_cpu() -> bool:

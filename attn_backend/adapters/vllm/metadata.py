@@ -28,7 +28,6 @@ from .support import (
     logger,
     refuse,
     tell_of_cascade,
-    tell_of_drafts,
     unsupported_context_parallelism,
     unsupported_feature,
     unsupported_invariance,
@@ -144,7 +143,6 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             self.supports_draft_decode_metadata_update = False
         warn_if_untried(device, logger)
         tell_of_cascade(logger)
-        tell_of_drafts(logger, vllm_config)
         specs = layer_specs(vllm_config, kv_cache_spec, layer_names)
         head_size_v = compat.head_size_v(kv_cache_spec)
         if any(

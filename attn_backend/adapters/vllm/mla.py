@@ -39,7 +39,6 @@ from .support import (
     logger,
     refuse,
     tell_of_cascade,
-    tell_of_drafts,
     unsupported_context_parallelism,
     unsupported_feature,
     unsupported_invariance,
@@ -285,7 +284,6 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         warn_if_untried(device, logger)
         tell_of_cascade(logger)
-        tell_of_drafts(logger, vllm_config)
         widths = self.mla_dims
         batch_invariant = compat.batch_invariant()
         latent = HeadDims(widths.kv_lora_rank + widths.qk_rope_head_dim, widths.kv_lora_rank)
@@ -493,7 +491,7 @@ class MlaBackend(MLACommonBackend):
 
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"
+        return compat.backend_name()
 
     @staticmethod
     def get_impl_cls() -> type[MlaImpl]:

@@ -1,18 +1,17 @@
 """Registration with vLLM, and the class behind each registered name.
 
-vLLM has one name, CUSTOM, for all models, but we have a class for each kind of model: with or without
-latents, with or without an indexer. Models whose keys and values differ in size ask for other names. So vLLM
-gets paths to names of this module, and `__getattr__` chooses the class for each request.
+A backend has one name for all models, ATTN_BACKEND or its alias CUSTOM, but we have a class for each kind of
+model: with or without latents, with or without an indexer. Models whose keys and values differ in size ask
+for other names. So vLLM gets paths to names of this module, and `__getattr__` chooses the class for each
+request.
 """
 
 from __future__ import annotations
 
-import logging
 from importlib import import_module
 
 from attn_backend.settings import Settings
 
-CPU_SWITCH = "ATTN_BACKEND_VLLM_CPU"
 NAME = "Backend"
 BACKEND_PATH = f"{__name__}.{NAME}"
 DIFF_KV_NAMES = ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV")  # vLLM's names, and names of this module
@@ -22,8 +21,6 @@ CPU_BACKEND_PATHS = {  # by vLLM's names for the replaced backends; not every re
     "CPU_MLA": f"{_PACKAGE}.mla.CpuMlaBackend",
     "AMX_MLA": f"{_PACKAGE}.mla.AmxMlaBackend",
 }
-
-logger = logging.getLogger("vllm.attn_backend")  # a child of vLLM's own logger: it logs to the same place
 
 
 def register() -> None:
@@ -40,18 +37,20 @@ def register() -> None:
     try:
         # Imported now, so that a broken installation shows when the engine starts, before it makes a layer.
         registry = import_module("vllm.v1.attention.backends.registry")
-        import_module(f"{_PACKAGE}.support").obey_cascade_option()
+        compat = import_module(f"{_PACKAGE}.compat")
+        support = import_module(f"{_PACKAGE}.support")
+        support.obey_cascade_option()
         import_module("attn_backend.kernels.native").library()
         import_module(f"{_PACKAGE}.backend")
-        registry.register_backend(registry.AttentionBackendEnum.CUSTOM, BACKEND_PATH)
+        compat.register_names(BACKEND_PATH)
         for name in DIFF_KV_NAMES:
             registry.register_backend(registry.AttentionBackendEnum[name], f"{__name__}.{name}")
         if Settings.read().vllm_cpu:
             for name, path in CPU_BACKEND_PATHS.items():
                 if name in registry.AttentionBackendEnum.__members__:
                     registry.register_backend(registry.AttentionBackendEnum[name], path)
-            # vLLM does not name the backend that it uses on a CPU
-            logger.info("attn_backend replaces CPU_ATTN, CPU_MLA and AMX_MLA")
+        compat.after_model_is_built(support.check_layers)
+        support.tell_of_registration()
     except Exception as error:
         raise RuntimeError(
             f"attn_backend cannot serve as an attention backend of this vLLM: {type(error).__name__}: "

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import logging
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from vllm.logger import init_logger
 
 from attn_backend.adapters.seeds import SeedSource, signed_64_bits
 from attn_backend.kernels.sampling import sample, sampling_workspace
@@ -35,7 +35,7 @@ from attn_backend.settings import Settings
 
 from .compat import outside_memory_pools
 
-logger = logging.getLogger("vllm.attn_backend")
+logger = init_logger("vllm.attn_backend")
 
 V2_SAMPLER, V2_STATES = "vllm.v1.worker.gpu.sample.sampler", "vllm.v1.worker.gpu.sample.states"
 V1_SAMPLER, V1_RUNNER = "vllm.v1.sample.sampler", "vllm.v1.worker.gpu_model_runner"

@@ -27,7 +27,6 @@ from .mla import FLOAT8_LATENTS, LatentCache, MlaBackend, MlaImpl, check_layer, 
 from .support import (
     logger,
     refuse,
-    tell_of_drafts,
     unsupported_feature,
     unsupported_invariance,
     unsupported_sparse_feature,
@@ -105,7 +104,6 @@ class SparseMlaMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMlaMetadata]
             refuse(unsupported)
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         warn_if_untried(device, logger)
-        tell_of_drafts(logger, vllm_config)
         batch_invariant = compat.batch_invariant()
         num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         if batch_invariant:

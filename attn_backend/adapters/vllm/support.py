@@ -14,14 +14,16 @@ from typing import Any, NoReturn
 
 import torch
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from attn_backend.adapters.layers import use_cascade
+from attn_backend.adapters.served import report_layers
 from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH
 
 from . import compat
 
-logger = logging.getLogger("vllm.attn_backend")  # a child of vLLM's own logger: it logs to the same place
+logger = init_logger("vllm.attn_backend")  # a child of vLLM's own logger: it logs to the same place
 
 OTHER_BACKEND = "choose another --attention-backend"
 OTHER_CACHE = "pass --kv-cache-dtype fp8_e4m3 or auto"
@@ -32,6 +34,11 @@ _WAYS_OUT = {  # of vLLM's own reasons; for all others, another backend
     "DCP not supported": "pass --decode-context-parallel-size 1",
 }
 CASCADE_SWITCH = "ATTN_BACKEND_CASCADE"
+CPU_SWITCH = "ATTN_BACKEND_VLLM_CPU"
+OTHER_PLUGIN_WAY_OUT = (
+    f"pass --attention-backend {compat.OWN_NAME} for attn_backend (vLLM 0.32 and later), or leave the other "
+    "plugin out of VLLM_PLUGINS"
+)
 
 
 def refuse(what: str, way_out: str = OTHER_BACKEND) -> NoReturn:
@@ -157,24 +164,59 @@ def _log_cascade(logger: logging.Logger) -> None:
         )
 
 
-def tell_of_drafts(logger: logging.Logger, vllm_config: Any) -> None:
-    """Called when vLLM starts; each process logs once.
+def tell_of_registration() -> None:
+    """Called when vLLM loads the plugin, and again once the model is built. Each process logs once.
 
-    A draft model may run on another backend: vLLM usually chooses one where --speculative-config names none.
+    Engines inside the user's process load plugins before they set up vLLM's logger, so the first call may
+    find a logger that shows nothing.
     """
-    speculative = getattr(vllm_config, "speculative_config", None)
-    if (
-        speculative is not None
-        and speculative.attention_backend is None
-        and (others := compat.other_backends(vllm_config))
-    ):
-        _log_drafts(logger, ", ".join(others))
+    if logger.isEnabledFor(logging.INFO):
+        _log_registration(logger)
+    if logger.hasHandlers() and (other := compat.other_custom()) is not None:
+        _log_other_plugin(other, logger)
 
 
 @cache
-def _log_drafts(logger: logging.Logger, others: str) -> None:
-    advice = (
-        '"attention_backend": "CUSTOM" in --speculative-config puts them on attn_backend, unless draft '
-        "or target alone has MLA"
+def _log_registration(logger: logging.Logger) -> None:
+    names = ", ".join(compat.our_names())
+    # vLLM does not name the backend that it uses on a CPU
+    logger.info("attn_backend %s is registered as %s.", compat.own_release(), names or "no backend")
+
+
+@cache
+def _log_other_plugin(other: str, logger: logging.Logger) -> None:
+    logger.warning(
+        "Two plugins want the name CUSTOM. It belongs to %s, not to attn_backend: %s.",
+        *(other, OTHER_PLUGIN_WAY_OUT),
     )
-    logger.info("vLLM chose %s for some attention layers. If they are the draft model's, %s.", others, advice)
+
+
+def check_layers(vllm_config: Any) -> None:
+    """Called in each worker once the model is built, if the plugin is loaded.
+
+    Raises:
+        RuntimeError: the user has chosen this backend, and no attention layer runs on it.
+    """
+    tell_of_registration()
+    if not compat.is_chosen(vllm_config):
+        return
+    if current_platform.is_cpu() and not compat.serves_on_cpu():
+        logger.warning(
+            "attn_backend is not used: vLLM has no choice of backends on a CPU. %s=1 replaces its backend.",
+            CPU_SWITCH,
+        )
+        return
+    of_drafts = compat.draft_backend_of_user(vllm_config)
+    num_ours, others = 0, dict[str, list[str]]()
+    for layer_name, layer in compat.attention_layers(vllm_config).items():
+        backend = layer.get_attn_backend()
+        if compat.is_ours(backend):
+            num_ours += 1
+        elif backend.get_name() != of_drafts:
+            others.setdefault(backend.get_name(), []).append(layer_name)
+    hint = (
+        f'A draft model gets attn_backend from "attention_backend": "{compat.backend_name()}" in '
+        "--speculative-config, unless only the draft model or only the target has MLA."
+    )
+    has_drafts = getattr(vllm_config, "speculative_config", None) is not None
+    report_layers(num_ours, others, logger, hint if has_drafts else "")

@@ -45,9 +45,8 @@ def registry() -> Iterator[Any]:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     yield AttentionBackendEnum
-    for name in {"CUSTOM", "CPU_ATTN", "CPU_MLA", "AMX_MLA", "FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV"} & set(
-        AttentionBackendEnum.__members__
-    ):
+    names = "CUSTOM ATTN_BACKEND CPU_ATTN CPU_MLA AMX_MLA FLASH_ATTN_DIFFKV TRITON_ATTN_DIFFKV"
+    for name in set(names.split()) & set(AttentionBackendEnum.__members__):
         AttentionBackendEnum[name].clear_override()
 
 

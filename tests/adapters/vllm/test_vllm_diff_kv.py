@@ -18,7 +18,8 @@ from vllm_layer import NUM_PAGES, PAGE, make_batch, make_builder, make_spec
 
 from attn_backend.adapters.vllm import compat
 from attn_backend.adapters.vllm.backend import CpuDiffKvBackend, DiffKvBackend
-from attn_backend.adapters.vllm.plugin import CPU_SWITCH, DIFF_KV_NAMES, register
+from attn_backend.adapters.vllm.plugin import DIFF_KV_NAMES, register
+from attn_backend.adapters.vllm.support import CPU_SWITCH
 
 MIXED = ([1, 7, 40], [33, 23, 40])
 

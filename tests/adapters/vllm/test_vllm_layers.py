@@ -186,7 +186,7 @@ def test_one_causal_window_in_a_group_is_enough_to_refuse_a_step_that_is_not_cau
     builder.build(0, make_batch([4], [20]).metadata)
 
 
-def chunked_builder(chunk: int, impl: Any) -> AttnMetadataBuilder:
+def chunked_builder(chunk: int, impl: Any, dtype: torch.dtype = torch.float32) -> AttnMetadataBuilder:
     """As vLLM makes it for Llama 4: a class derived from ours that splits requests."""
 
     class ChunkedLocalAttentionBuilder(AttnMetadataBuilder):
@@ -199,7 +199,7 @@ def chunked_builder(chunk: int, impl: Any) -> AttnMetadataBuilder:
 
     backend = subclass_attention_backend("Chunked_", CpuAttnBackend, ChunkedLocalAttentionBuilder)
     spec = ChunkedLocalAttentionSpec(
-        block_size=PAGE, num_kv_heads=2, head_size=64, dtype=torch.float32, attention_chunk_size=chunk
+        block_size=PAGE, num_kv_heads=2, head_size=64, dtype=dtype, attention_chunk_size=chunk
     )
     layers = {"layer.0": Layer(impl)}
     builder = backend.get_builder_cls()(spec, list(layers), make_config(layers), torch.device("cpu"))
@@ -213,6 +213,30 @@ def test_chunks_are_masks_and_requests_stay_whole() -> None:
     assert builder.get_cudagraph_support(None, None) == AttentionCGSupport.ALWAYS
     near = oracle.Variant(mask=lambda pairs: pairs.position // 32 == pairs.token // 32)
     serve(impl, make_batch(*MIXED), builder, variant=near)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shared_pages", [0, 5])
+def test_stale_bits_before_a_chunk_reach_no_output(shared_pages: int, dtype: torch.dtype) -> None:
+    """vLLM frees the blocks before a chunk, and may give their memory to layers with another element type.
+
+    Kernels multiply V of tokens that a row does not see by 0, which is NaN if V is. But KV tiles begin at
+    multiples of their length, and so do Llama 4's chunks of 8192 tokens. Here a chunk is as long as the CPU's
+    largest KV tile.
+    """
+    chunk, impl = 128, make_impl()
+    # decodes right after a chunk begins, and later; prefills from inside a chunk, and over its end
+    query_lens, kv_lens = [1, 1, 7, 40, 3], [129, 150, 263, 300, 140]
+    batch = make_batch(query_lens, kv_lens, shared_pages=shared_pages, table_width=24)
+    cache = make_cache("NHD", dtype=dtype)
+    k, v = fill_cache(cache, batch)
+    for query_len, slots in zip(query_lens, batch.slots, strict=True):
+        stale = slots[: (len(slots) - query_len) // chunk * chunk]
+        cache[stale // PAGE, :, stale % PAGE] = torch.nan
+    metadata = chunked_builder(chunk, impl, dtype).build(0, batch.metadata)
+    query, output = run_layer(impl, metadata, batch, cache, k, v)
+    near = oracle.Variant(mask=lambda pairs: pairs.position // chunk == pairs.token // chunk)
+    check(output, query, batch, k, v, variant=near)
 
 
 def test_chunks_of_an_unknown_size_are_refused() -> None:

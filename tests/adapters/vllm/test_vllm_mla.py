@@ -289,7 +289,8 @@ def test_refuses(changes: dict[str, Any], reason: str) -> None:
 
 
 def test_the_class_is_chosen_by_the_model(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attn_backend.adapters.vllm.plugin import CPU_SWITCH, register
+    from attn_backend.adapters.vllm.plugin import register
+    from attn_backend.adapters.vllm.support import CPU_SWITCH
 
     monkeypatch.setenv(CPU_SWITCH, "1")
     register()
@@ -306,13 +307,3 @@ def test_the_class_is_chosen_by_the_model(registry: Any, monkeypatch: pytest.Mon
             assert backend.get_name() == name
     with pytest.raises(AttributeError, match="no attribute 'Other'"):
         plugin.Other  # noqa: B018
-
-
-def test_tells_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = []
-    monkeypatch.setattr(
-        "attn_backend.adapters.vllm.mla.tell_of_drafts",
-        lambda logger, vllm_config: told.append(vllm_config),
-    )
-    Problem()
-    assert len(told) == 1

@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("vllm.v1", reason="needs vLLM")
 
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-from vllm_layer import Layer, make_builder, make_config, make_impl, make_spec
+from vllm.v1.attention.backends.registry import register_backend
+from vllm_layer import make_builder, make_config, make_impl
 
 from attn_backend.adapters.layers import use_cascade
 from attn_backend.adapters.vllm import metadata as vllm_metadata
-from attn_backend.adapters.vllm.backend import CpuAttnBackend
-from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder
-from attn_backend.adapters.vllm.plugin import BACKEND_PATH, CPU_BACKEND_PATHS, CPU_SWITCH, register
+from attn_backend.adapters.vllm import support
+from attn_backend.adapters.vllm.plugin import BACKEND_PATH, CPU_BACKEND_PATHS, register
+from attn_backend.adapters.vllm.support import CPU_SWITCH
 
 # only a shim for torchvision, see conftest.py
 CPU_SHIMS = Path(__file__).parents[3] / "integration" / "sglang_cpu"
 STOCK_CPU_BACKEND = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
+
+
+def has_new_names(registry: Any) -> bool:
+    """Whether this release of vLLM lets plugins add names."""
+    return hasattr(registry, "register")
 
 
 @pytest.mark.parametrize("switch", [None, "0", ""])
@@ -65,7 +69,97 @@ def test_names_belong_to_vllm(registry: Any, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(CPU_SWITCH, "1")
     register()
     for member in (registry.CUSTOM, registry.CPU_ATTN):
-        assert registry[member.get_class().get_name()] is member
+        backend = member.get_class()
+        # vLLM looks a backend up by its name
+        assert registry[backend.get_name()].get_class() is backend
+    assert registry.CUSTOM.get_class().get_name() == ("ATTN_BACKEND" if has_new_names(registry) else "CUSTOM")
+
+
+def test_has_a_name_of_its_own(registry: Any) -> None:
+    if not has_new_names(registry):
+        pytest.skip("this release has a fixed list of names")
+    register()
+    register()  # vLLM refuses to add a name twice
+    assert registry["ATTN_BACKEND"].get_path() == registry.CUSTOM.get_path() == BACKEND_PATH
+
+
+def test_its_name_reaches_processes_that_have_not_loaded_plugins(registry: Any, tmp_path: Path) -> None:
+    """vLLM pickles its configuration for its processes, which read it before they load plugins."""
+    if not has_new_names(registry):
+        pytest.skip("this release has a fixed list of names")
+    register()
+    sent = tmp_path / "sent"
+    sent.write_bytes(pickle.dumps([registry["ATTN_BACKEND"], registry.CUSTOM]))
+    program = (
+        "import pathlib, pickle, sys; own, custom = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes()); "
+        "assert own.name == 'ATTN_BACKEND' and custom.name == 'CUSTOM'; "
+        "from attn_backend.adapters.vllm import register; register(); "
+        "from vllm.v1.attention.backends.registry import AttentionBackendEnum; "
+        "assert AttentionBackendEnum['ATTN_BACKEND'] is own and own.get_class()"
+    )
+    paths = os.pathsep.join(filter(None, [str(CPU_SHIMS), os.environ.get("PYTHONPATH")]))
+    subprocess.run(
+        [sys.executable, "-c", program, str(sent)],
+        check=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+
+
+OTHER_PLUGIN = "other_package.backend.OtherBackend"
+
+
+def test_another_plugin_that_was_first_keeps_custom(
+    registry: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log_to(caplog, monkeypatch)
+    register_backend(registry.CUSTOM, OTHER_PLUGIN)
+    for _ in range(2):  # vLLM loads plugins in several places of one process
+        register()
+    assert registry.CUSTOM.get_path() == OTHER_PLUGIN
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+    assert f"It belongs to {OTHER_PLUGIN}" in caplog.messages[1]
+    assert "--attention-backend ATTN_BACKEND" in caplog.messages[1]
+    if has_new_names(registry):
+        assert registry["ATTN_BACKEND"].get_path() == BACKEND_PATH
+
+
+def test_registration_is_logged_by_vllms_logger(
+    registry: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert hasattr(support.logger, "info_once")  # vLLM's init_logger adds it
+    log_to(caplog, monkeypatch)
+    register()
+    names = "CUSTOM, ATTN_BACKEND" if has_new_names(registry) else "CUSTOM"
+    assert [text.partition(" is ")[2] for text in caplog.messages] == [f"registered as {names}."]
+
+
+def test_registration_waits_for_the_logger(
+    registry: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Engines inside the user's process load plugins before they set up vLLM's logger."""
+    logger = log_to(caplog, monkeypatch)
+    logger.handlers = []
+    logger.setLevel(logging.WARNING)
+    register_backend(registry.CUSTOM, OTHER_PLUGIN)
+    register()
+    assert not caplog.messages
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.INFO)
+    for _ in range(2):
+        support.check_layers(make_config())
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+
+
+def log_to(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
+    logger = logging.getLogger(f"of this test {id(caplog)}")
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    monkeypatch.setattr(support, "logger", logger)
+    support._log_registration.cache_clear()
+    support._log_other_plugin.cache_clear()
+    return logger
 
 
 def test_failure_is_loud(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,44 +202,6 @@ def test_vllms_own_option_is_obeyed(
         if cascade
         else "attn_backend does not look for shared prefixes"
     ] * given
-
-
-def test_a_draft_model_on_another_backend_is_told_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    logger = logging.Logger("of this test")
-    logger.addHandler(caplog.handler)
-    monkeypatch.setattr(vllm_metadata, "logger", logger)
-    impl = make_impl()
-    ours = {
-        f"layer.{number}": Layer(impl, backend)
-        for number, backend in enumerate((CpuAttnBackend, type("Derived", (CpuAttnBackend,), {})))
-    }
-    drafts = {"draft.0": Layer(impl, CPUAttentionBackend), "draft.1": Layer(impl, CPUAttentionBackend)}
-    of_vllms_choice = SimpleNamespace(num_speculative_tokens=3, attention_backend=None)
-    of_the_users = SimpleNamespace(num_speculative_tokens=3, attention_backend=CPUAttentionBackend)
-    for layers, speculative_config in [
-        (ours, of_vllms_choice),
-        (ours | drafts, None),
-        (ours | drafts, of_the_users),
-    ]:
-        AttnMetadataBuilder(
-            make_spec(),
-            list(ours),
-            make_config(layers, speculative_config=speculative_config),
-            torch.device("cpu"),
-        )
-    assert not caplog.messages
-    for _ in range(2):  # each group of layers has a builder
-        AttnMetadataBuilder(
-            make_spec(),
-            list(ours),
-            make_config(ours | drafts, speculative_config=of_vllms_choice),
-            torch.device("cpu"),
-        )
-    assert [text.split(".")[0] for text in caplog.messages] == [
-        "vLLM chose CPU_ATTN for some attention layers"
-    ]
 
 
 @pytest.mark.gpu

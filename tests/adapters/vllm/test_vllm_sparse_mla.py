@@ -400,13 +400,3 @@ def test_what_a_cache_is_like() -> None:
     if hasattr(spec, "block_stride_alignment"):
         assert SparseMlaBackend.customize_spec(spec).block_stride_alignment == 576 * 2
     assert compat.with_whole_rows_between_blocks("a spec without the field") == "a spec without the field"
-
-
-def test_tells_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = []
-    monkeypatch.setattr(
-        "attn_backend.adapters.vllm.sparse_mla.tell_of_drafts",
-        lambda logger, vllm_config: told.append(vllm_config),
-    )
-    Problem()
-    assert len(told) == 1
