@@ -133,7 +133,7 @@ void run_attention(PassedAttention& passed, uint32_t seed) {
     blockIdx.y = cta / params.num_ctas;
     gridDim.x = params.num_ctas;
     emulation::run_cluster(
-        ctas_of_cluster, design.threads(dims), seed,
+        ctas_of_cluster, design.threads(dims, bytes_of(kv_dtype)), seed,
         [] { kKernels[launched_kernel](*reinterpret_cast<Arguments*>(launched.bytes)); }, in_cluster);
     const size_t part = sizeof(shared) / static_cast<size_t>(ctas_of_cluster);
     for (char* begin = shared; begin < std::end(shared); begin += part) {

@@ -351,7 +351,7 @@ FAULTS = (
     Fault(
         "Hopper kernel: scores are not waited for",
         "csrc/attention/sm90/prefill.cuh",
-        "      ptx::wgmma_wait<1>();\n",
+        "      ptx::wgmma_wait<Switches::kTakesTurns ? 0 : 1>();\n",
         "",
         (ATTENTION, "-k", "random_cases and hopper"),
     ),
@@ -386,9 +386,23 @@ FAULTS = (
     Fault(
         "Hopper kernel: a barrier for too many warps",
         "csrc/attention/sm90/feed/shared_memory.cuh",
-        "ptx::mbarrier_init(q_free(stage), consumer_warps(Traits::Shape::kDims));",
-        "ptx::mbarrier_init(q_free(stage), consumer_warps(Traits::Shape::kDims) + 1);",
+        "ptx::mbarrier_init(q_free(stage), kConsumerWarps);",
+        "ptx::mbarrier_init(q_free(stage), kConsumerWarps + 1);",
         (ATTENTION, "-k", "every_kind and hopper"),
+    ),
+    Fault(
+        "Hopper kernel: the third warpgroup leaves out rows of the largest row tiles",
+        "csrc/attention/sm90/attention.cuh",
+        "return item.rows.count > tile_rows(kPairKind);",
+        "return item.rows.count > tile_rows(kPairKind) + 1;",
+        (ATTENTION, "-k", "every_kind and hopper"),
+    ),
+    Fault(
+        "Hopper kernel: a warpgroup without rows does not arrive for a transformed KV tile",
+        "csrc/attention/sm90/prepared_tiles.cuh",
+        "if (kTransformsRing && tile % 2 == 0) skip_transform(item);",
+        "",
+        ("tests/csrc/test_transform_tile.py", "-k", "hopper"),
     ),
     Fault(
         "masks: a token too far",

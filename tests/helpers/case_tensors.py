@@ -293,6 +293,9 @@ def check(
     the output; None: its dtype's. lse_tolerance: if larger than the default.
     """
     tolerance = cases.TOLERANCE[case.spec.dtype] if tolerance is None else tolerance
+    # prompts on Hopper: tanh.approx.f32 (tests/kernels/test_soft_cap.py)
+    is_capped = case.spec.logits_soft_cap > 0 and out.is_cuda
+    tolerance += 5e-3 * is_capped
     o_ref, lse_ref = (of.to(out.device) for of in (case.expected() if expected is None else expected))
     rows = case.rows
     error = out[:rows].double() - o_ref
@@ -313,7 +316,8 @@ def check(
         f"lse is -inf in other rows than it should be\n{case.spec}"
     )
     lse_error = (lse[:rows].double() - lse_ref).masked_fill(infinite, 0).abs()
-    assert (lse_error <= max(cases.LSE_TOLERANCE, lse_tolerance)).all(), (
+    of_tanh = (lse_ref.abs() + 10) * (2.0**-11 * is_capped)
+    assert (lse_error <= of_tanh.clamp_min(max(cases.LSE_TOLERANCE, lse_tolerance))).all(), (
         f"lse is {float(lse_error.nan_to_num(torch.inf).max()):.2e} off\n{case.spec}"
     )
 

@@ -18,6 +18,7 @@ from attn_backend.kernels.schedule import Schedule
 QO_INDPTR, KV_INDPTR, KV_LENGTH, LAST_PAGE_LEN, TABLE_ROW = (1 << bit for bit in range(5))
 ROW = 1 << 6
 INT32_MAX = 2**31 - 1
+TILE_ROWS = (16, 32, 64, 128, 192)  # by kind
 
 
 @dataclass
@@ -52,7 +53,7 @@ def plan(
         rows = None if view.rows is None else view.rows.tolist()
         for request, (qo_begin, qo_len, kv_len) in enumerate(of_level):
             kind = next(
-                (kind for kind in range(config.max_kind) if 16 << kind >= qo_len * group_size),
+                (kind for kind in range(config.max_kind) if TILE_ROWS[kind] >= qo_len * group_size),
                 config.max_kind,
             )
             tile_begin = len(tiles)
@@ -88,7 +89,7 @@ def plan(
         tiles = tiles[: config.max_tiles]
     longest = max(
         (
-            (_pair_cost(config, kind + 4 * (groups[group][6] >= 0), count), kind)
+            (_pair_cost(config, kind + len(TILE_ROWS) * (groups[group][6] >= 0), count), kind)
             for group, kind, _, _, _, count in tiles
         ),
         default=(0, 0),
@@ -151,8 +152,8 @@ def _row_tiles(
 ) -> list[list[int]]:
     packed_rows = qo_len * group_size
     tiles = []
-    for begin in range(0, packed_rows, 16 << kind):
-        end = min(begin + (16 << kind), packed_rows)
+    for begin in range(0, packed_rows, TILE_ROWS[kind]):
+        end = min(begin + TILE_ROWS[kind], packed_rows)
         # Positions of the first and the last query of the tile, then the tokens that any of its queries sees.
         first, last = (kv_len - qo_len + row // group_size for row in (begin, end - 1))
         kv_end = max(min(kv_len, last + 1) if view.causal is not False else kv_len, 0)
@@ -204,7 +205,9 @@ def _positions(
     if not tiles:
         return [], [[0, 0, 0]] * (config.num_ctas + 1), distribute_pairs(config.min_share, 0)[1]
     counts = numpy.repeat(numpy.array(tiles)[:, 5], num_kv_heads)
-    kinds = numpy.array([kind + (4 if groups[group][6] >= 0 else 0) for group, kind, *_ in tiles])
+    kinds = numpy.array(
+        [kind + (len(TILE_ROWS) if groups[group][6] >= 0 else 0) for group, kind, *_ in tiles]
+    )
     weights, pair_costs = (
         numpy.repeat(numpy.array(costs)[kinds], num_kv_heads)
         for costs in (config.kv_tile_cost, config.pair_cost)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from compositions import Shape
 from forests import Batch, make_problem, naming, place_requests, radix_tree, random_batch
+from schedule_model import TILE_ROWS
 
 from attn_backend import Attention, BSRView, PageTable
 from attn_backend.kernels.schedule import PrefixNode, Schedule
@@ -58,7 +59,7 @@ def test_forest_is_the_radix_tree(device: torch.device, block: int) -> None:
         schedule = attention.schedule()
         with naming(seed):
             # By cost, requests that fill the largest row tile do not share, since that would save nothing.
-            full_tile = (16 << schedule.max_kind) * attention.num_kv_heads / attention.num_qo_heads
+            full_tile = TILE_ROWS[schedule.max_kind] * attention.num_kv_heads / attention.num_qo_heads
             check_forest(batch, schedule.forest, math.inf if MODES[seed % 2] == "always" else full_tile)
 
 

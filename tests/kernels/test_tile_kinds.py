@@ -11,6 +11,7 @@ import cases
 import host_planner
 import pytest
 import torch
+from schedule_model import TILE_ROWS
 from tiers import mostly_slow
 
 pytestmark = [
@@ -18,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++"),
 ]
 
-KINDS = range(4)
+KINDS = range(len(TILE_ROWS))
 BLOCKS, CASES = 20, 6  # for each kernel and kind
 MOST_TILES = 4096
 
@@ -29,7 +30,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def tiles_of(spec: cases.Spec, kind: int) -> int:
-    return sum(-(-qo_len * spec.group_size // (16 << kind)) for qo_len in spec.qo_lens)
+    return sum(-(-qo_len * spec.group_size // TILE_ROWS[kind]) for qo_len in spec.qo_lens)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -45,8 +46,8 @@ def test_random_cases(device: torch.device, library: ctypes.CDLL, kind: int, blo
         attention = case.attention(cascade=False, max_batch=len(spec.qo_lens) + tiles_of(spec, kind))
         attention.plan(case.view)
         if kind > attention.schedule().max_kind:
-            # the generic kernel lacks registers for these
-            assert (device.type, spec.head_dim) == ("cuda", 256)
+            # only heads of 64 on Hopper have the last kind; the generic kernel lacks registers for others
+            assert kind == KINDS[-1] or (device.type, spec.head_dim) == ("cuda", 256)
             continue
         host_planner.plan_with_kind(library, attention, case.view, kind)
         assert set(attention.schedule().of_tiles("kind").tolist()) == {kind}
