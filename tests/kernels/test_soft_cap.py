@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attention_kernels
 import oracle
 import pytest
 import torch
@@ -25,7 +26,10 @@ def lse_error(device: torch.device, cap: float, qo_len: int, head_dim: int, by_v
     largest = float((q.double().flatten(0, 1) @ k[:, 0].double().T).abs().max())
     sm_scale = 10 * cap / largest
     variant = builtin.soft_cap(cap) if by_variant else None
-    attention = Attention(heads, 1, head_dim, max_rows=qo_len, max_batch=1, device=device, variant=variant)
+    kernel = attention_kernels.kernel_of(device, 0)
+    attention = Attention(
+        heads, 1, head_dim, max_rows=qo_len, max_batch=1, device=device, variant=variant, kernel=kernel
+    )
     qo_indptr, kv_indptr = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (qo_len, kv_len))
     attention.plan(BSRView(qo_indptr, PageTable.ragged(kv_indptr)))
     _, lse = attention.run(
