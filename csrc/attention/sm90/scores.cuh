@@ -37,12 +37,10 @@ struct Scores {
 
   /// Makes a finished score a logarithm to base 2. Under the standard variant's soft cap a score is logit / cap.
   __device__ __forceinline__ float scale(const WorkItem& item) const {
-    if constexpr (Variant::kIsStandard) {
-      if (cap_factor(item) > 0.0f) return variant_of<Traits>(params, 0).cap * kLog2E;
-    } else {
-      if (transforms_logits(variant_of<Traits>(params, 0))) return kLog2E;
-    }
-    return sm_scale(item) * kLog2E;
+    const Variant variant = variant_of<Traits>(params, 0);
+    if (!transforms_logits(variant)) return sm_scale(item) * kLog2E;
+    if constexpr (Variant::kIsStandard) return variant.cap * kLog2E;
+    return kLog2E;
   }
 
   /// params.sm_scale, and K's scale.
@@ -59,7 +57,8 @@ struct Scores {
                                          bool makes_logits = true) const {
     scale_scores(variant_of<Traits>(params, item.kv_head), s, Shared::requests(item), first_row);
     if constexpr (Variant::kIsStandard) {
-      if (known.cap_factor > 0.0f) cap(s, known.cap_factor);
+      const float factor = kSoftCap == SoftCap::kFast ? known.cap_factor : cap_factor(item);  // else registers are few
+      if (factor != 0.0f) cap(s, factor);
     } else if (makes_logits && transforms_logits(variant_of<Traits>(params, 0))) {
       transform_logits(variant_of<Traits>(params, item.kv_head), sm_scale(item), s, first_token, rows);
     }
@@ -72,7 +71,10 @@ struct Scores {
   __device__ __forceinline__ float cap_factor(const WorkItem& item) const {
     if constexpr (Variant::kIsStandard) {
       const float cap = variant_of<Traits>(params, 0).cap;
-      if (cap > 0.0f) return __fdividef(sm_scale(item), cap);
+      if (cap > 0.0f) {
+        const float factor = __fdividef(sm_scale(item), cap);
+        return factor == 0.0f ? 1e-38f : factor;  // the cache's scale may be 0
+      }
     }
     return 0.0f;
   }
