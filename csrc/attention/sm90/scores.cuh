@@ -20,7 +20,7 @@ struct Scores {
   using Shared = SharedMemory<Traits>;
   using Rows = LaneRows<Variant, 1>;
 
-  /// What a warp needs for each KV tile of an item, computed once.
+  /// Numbers that a warp needs for each KV tile of an item, computed once.
   struct Known {
     TokenRange unmasked;  // tokens that all of its rows see: their scores need no mask
     float cap_factor;     // of the standard variant's soft cap: makes a product logit / cap; 0: there is no cap
