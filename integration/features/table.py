@@ -46,7 +46,7 @@ NO_OPTION = Cell(says="has no such option")
 TP, TP_IN_SGLANG, DCP = "--tensor-parallel-size", "--tp-size", "--decode-context-parallel-size"
 
 
-FEATURES = (
+FEATURES: tuple[Feature, ...] = (
     Feature(
         "tensor parallel 2",
         Cell(("vllm-tensor-parallel",), option=TP),
