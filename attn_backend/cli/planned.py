@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from ..jit.manifest import CUDA_HEAD_DIMS_TEXT, HeadDims
 from ..kernels.attention import Attention
-from ..kernels.schedule import PrefixNode, Schedule
+from ..kernels.schedule import TILE_ROWS, PrefixNode, Schedule
 from ..settings import refusal
 from ..validation import refuse
 from .batches import Batch, Costs, PlanOptions
@@ -267,7 +267,7 @@ class Planned:
         batch, target, schedule, costs = self.batch, self.target, self.schedule, self.costs
         requests, taken = len(batch.kv_lens), sum(node.group >= 0 for node in schedule.forest)
         kinds = Counter(schedule.of_tiles("kind").tolist())
-        tiles = ", ".join(f"{number} of {16 << kind} rows" for kind, number in sorted(kinds.items()))
+        tiles = ", ".join(f"{number} of {TILE_ROWS[kind]} rows" for kind, number in sorted(kinds.items()))
         ctas = costs.ctas.double()
         shares = (
             f"busiest {ctas.max():.0f}, ideal {ctas.mean():.1f} units: balance (busy / ideal) "

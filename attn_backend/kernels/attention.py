@@ -846,8 +846,8 @@ class Attention:
             return_lse: returns the attention state, for `merge_state`; lse is allocated if it is None.
             sm_scale: multiplies q . k, above 0; default head_dim ** -0.5.
             logits_soft_cap: cap * tanh(logit / cap) when above 0. Must be 0 with a variant; combine the
-                variant with soft_cap instead. Prompts on Hopper compute tanh with a relative error of 2^-11, as
-                FlashAttention does. The variant soft_cap is exact to 1e-6.
+                variant with soft_cap instead. Prompts on Hopper compute tanh with a relative error of 2^-11,
+                as FlashAttention does. The variant soft_cap is exact to 1e-6.
             after_append: promises that `append_kv` was called on this stream since the plan, and that the
                 composition's tensors were complete before. The Hopper kernel then overlaps with the append
                 and reads the schedule while the new tokens are being written. Other kernels wait.

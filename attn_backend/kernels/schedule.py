@@ -117,6 +117,7 @@ GROUP_COLUMNS = (
     "q_position",
     "request",
 )
+TILE_ROWS = (16, 32, 64, 128, 192)  # by kind
 TILE_COLUMNS = ("group", "kind", "packed_begin", "kv_begin", "kv_end", "num_kv_tiles")
 _POSITION_COLUMNS = ("tile", "head", "kv_tile")
 _LINK_COLUMNS = ("group", "index")

@@ -48,7 +48,7 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config, const KernelD
   schedule.group_size = config.num_qo_heads / config.num_kv_heads;
   schedule.kv_tile = design.kv_tile(config.dims(), bytes_of(config.kv_dtype));
   const int32_t ctas = ctas_of_interval(config, design);
-  // A row tile of each kind has twice the rows of the kind before: two CTAs share one of the next kind.
+  // A row tile has twice the rows of the kind before, up to 128: two CTAs share one of the next kind.
   schedule.max_kind = design.max_kind(config.dims(), bytes_of(config.kv_dtype)) + ctas - 1;
   schedule.num_ctas = config.num_ctas;
   schedule.cascade = config.cascade;

@@ -197,7 +197,10 @@ def test_costs_add_up(text: str, num_ctas: int) -> None:
                 expected[cta] += schedule.pair_cost[kind]
     if schedule.uses_queue:
         assert sum(expected) == costs.total == int(costs.ctas.sum())
-        assert int(costs.ctas.max() - costs.ctas.min()) <= max(part.end - part.begin for part in costs.parts)
+        # A CTA's first two pairs are fixed. It takes another one only if no CTA has less.
+        busiest = [part for part in costs.parts if part.cta == int(costs.ctas.argmax())]
+        longest = max(part.end - part.begin for part in costs.parts)
+        assert int(costs.ctas.max() - costs.ctas.min()) <= longest or len(busiest) <= 2
         return
     # If several CTAs start at the same position, the last one has the work and the others have none.
     assert costs.ctas.tolist() == expected

@@ -364,6 +364,23 @@ def test_every_kind_of_row_tile(
         run_and_check(case, attention, wants_lse=number % 2 == 0)
 
 
+@pytest.mark.parametrize("group_size", [48, 64, 112, 130])
+def test_many_heads_share_a_kv_head(emulated: Path, group_size: int) -> None:
+    """Rows with all their heads fill 128 or 192 rows of Q. What lies after them must not be overwritten."""
+    spec = cases.Spec(
+        (1, 1, 1, 3, 1),
+        (300, 90, 129, 70, 400),
+        num_kv_heads=2,
+        group_size=group_size,
+        head_dim=64,
+        num_ctas=2,
+        page_size=16,
+    )
+    case = case_tensors.build(spec, CPU)
+    attention = DeviceAttention(emulated, case.attention(kernel="hopper"), "hopper", group_size, "sinks")
+    run_and_check(case, attention, wants_lse=True)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_scores_that_outgrow_the_first_maxima(emulated: Path, kernel: str) -> None:
     """Logits around tens: logits of later KV tiles exceed the first tile's by far."""

@@ -17,6 +17,7 @@ import pytest
 import torch
 from attention_kernels import kernel_of
 from cases import Spec
+from schedule_model import TILE_ROWS
 from tiers import mostly_slow
 from torch import Tensor
 from workspace import workspace_of
@@ -227,7 +228,7 @@ def test_as_many_kv_tiles_as_a_block_mask_keeps(device: torch.device, number: in
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
-    tokens = 4096
+    tokens = 6144
     mask = list(masks(numpy.random.default_rng(8), 1, tokens, device))[number]
     view, *_ = one_request((8, 2), tokens, tokens, device)
     attention = Attention(
@@ -235,7 +236,7 @@ def test_as_many_kv_tiles_as_a_block_mask_keeps(device: torch.device, number: in
     )
     attention.plan(view, variant_args=mask.arguments)
     schedule = attention.schedule()
-    rows = 128 // 4
+    rows = TILE_ROWS[schedule.max_kind] // 4
     reference = mask.variant.reference()
     assert reference is not None
 

@@ -103,7 +103,7 @@ def test_row_tiles_end_where_their_documents_do(device: torch.device) -> None:
     """With a causal mask too, KV tiles of earlier documents and of later tokens are not visited."""
     tokens, length = 4096, 512
     case = case_tensors.build(
-        Spec((tokens,), (tokens,), head_dim=64, dtype=torch.bfloat16, num_kv_heads=1, group_size=4), device
+        Spec((tokens,), (tokens,), head_dim=128, dtype=torch.bfloat16, num_kv_heads=1, group_size=4), device
     )
     ids = (torch.arange(tokens, device=device, dtype=torch.int32) // length)[None]
     attention = case.attention(variant=DOCUMENTS & builtin.causal())

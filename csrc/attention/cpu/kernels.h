@@ -15,7 +15,7 @@
 namespace attn::cpu {
 
 constexpr int32_t kMaxHeadDim = 576;
-constexpr int32_t kMaxTileRows = 128;
+constexpr int32_t kMaxTileRows = tile_rows(kNumTileKinds - 1);  // a CPU also runs schedules of other designs
 constexpr int32_t kMaxBlockTokens = 128;
 constexpr int32_t kMaxPanelRows = 16;
 constexpr int32_t kPanelBuffers = 2;

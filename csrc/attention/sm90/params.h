@@ -29,7 +29,7 @@ struct HopperParams {
   TensorMap v;
   TensorMap o;      // dimensions column, head, row; boxes of 64 columns x group_size heads x 16 / group_size rows: a
                     // consumer warp's rows of a row tile for wgmma
-  TensorMap q;      // boxes of 128 / group_size rows: one of the largest row tiles
+  TensorMap q;      // boxes of the largest row tiles
   TensorMap q_row;  // boxes of one row
 };
 

@@ -73,7 +73,7 @@ struct Scores {
       const float cap = variant_of<Traits>(params, 0).cap;
       if (cap > 0.0f) {
         const float factor = __fdividef(sm_scale(item), cap);
-        return factor == 0.0f ? 1e-38f : factor;  // the cache's scale may be 0
+        return factor == 0.0f ? 2e-38f : factor;  // the cache's scale may be 0
       }
     }
     return 0.0f;

@@ -157,9 +157,9 @@ __device__ __forceinline__ void copy_q_rows(const ParamsOf<Traits>& params, cons
 
 /// Whether rows of Q, with all their heads, go into a Q tile without reaching beyond it.
 template <class Traits>
-__device__ __forceinline__ bool has_room_for_whole_rows(const FastDivisor& group_size) {
-  if constexpr (!is_wide(Traits::Shape::kDims)) return true;  // half of the tile is room
-  return group_size.modulo(SharedMemory<Traits>::kTileRows) == 0;
+__device__ __forceinline__ bool has_room_for_whole_rows(const FastDivisor& group_size, int32_t kind) {
+  if constexpr (is_wide(Traits::Shape::kDims)) return group_size.modulo(SharedMemory<Traits>::kTileRows) == 0;
+  return kind < kPairKind || group_size.modulo(tile_rows(kPairKind)) == 0;  // smaller kinds: half of the tile is room
 }
 
 /// Loads Q of a work item into `tile`. Called by the warps that load Q, before they arrive at `full`.
@@ -170,7 +170,7 @@ __device__ __forceinline__ void load_q(const ParamsOf<Traits>& params, const Wor
   const FastDivisor& group_size = params.attention.group_size;
   const bool is_largest = item.kind == kTuning<Traits>.max_kind;
   const bool holds_whole_rows = item.rows.packed_begin == 0 && group_size.modulo(item.rows.count) == 0 &&
-                                has_room_for_whole_rows<Traits>(group_size);
+                                has_room_for_whole_rows<Traits>(group_size, item.kind);
   if (kDequantizesQuery<Traits> ||
       !(is_largest ? params.has_row_maps && item.rows.list == nullptr : params.has_one_row_map && holds_whole_rows)) {
     gather_q<Traits>(params, item, tile, ptx::thread_id() / 64);
