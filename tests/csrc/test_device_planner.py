@@ -79,10 +79,10 @@ def test_prefix_sums_that_give_all_rows_to_many_requests(
 ) -> None:
     """They decrease repeatedly, which is already an error, and produce more row tiles than the bound."""
     attention = make_attention(SHAPES[2], cascade=cascade)
-    qo_indptr = torch.tensor([0, batches.MAX_ROWS] * 30 + [0], dtype=torch.int32)
-    pages = torch.zeros(60, 50, dtype=torch.int32)
+    qo_indptr = torch.tensor([0, batches.MAX_ROWS] * 40 + [0], dtype=torch.int32)
+    pages = torch.zeros(80, 50, dtype=torch.int32)
     view = BSRView(
-        qo_indptr, PageTable.block_table(pages, torch.full((60,), 3200, dtype=torch.int32), 64), causal=causal
+        qo_indptr, PageTable.block_table(pages, torch.full((80,), 3200, dtype=torch.int32), 64), causal=causal
     )
     planned = host_planner.plan(library, attention, view)
     assert planned.errors == QO_INDPTR_INVALID
