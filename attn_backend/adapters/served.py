@@ -17,6 +17,14 @@ from attn_backend.settings import Settings
 SWITCH = "ATTN_BACKEND_REQUIRE_LAYERS"
 
 
+def is_ours(backend: type) -> bool:
+    """Whether the class of a backend is of this package, or derived from such a class.
+
+    vLLM derives classes for chunked local attention.
+    """
+    return any(base.__module__.startswith("attn_backend.") for base in backend.__mro__)
+
+
 def report_layers(
     num_ours: int,
     others: Mapping[str, Iterable[str]],

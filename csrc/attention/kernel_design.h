@@ -87,12 +87,17 @@ struct KernelDesign {
   };
   /// Whether these two CTAs are a cluster, which takes the same (row tile, KV head) pairs.
   bool (*forms_clusters)(int32_t kv_element_bytes) = [](int32_t /*kv_element_bytes*/) { return false; };
-  int32_t (*kv_tile)(HeadDims dims, int32_t kv_element_bytes);  // tokens of a KV tile
-  const char* kernels[kMaxDesignKernels];  // names of their cubins among KernelFiles; nullptr: there are fewer
-  int32_t (*threads)(HeadDims dims, int32_t kv_element_bytes);       // of a CTA
-  int32_t (*shared_bytes)(HeadDims dims, int32_t kv_element_bytes);  // dynamic shared memory of a CTA
-  bool prefetches_code;  // the kernel brings its own code and that of the merge kernel to L2
-  /// Makes the arguments of a launch; returns the number of the kernel that is to be launched, or kRowsTooFarApart.
+  /// Tokens of a KV tile.
+  int32_t (*kv_tile)(HeadDims dims, int32_t kv_element_bytes);
+  /// Names of cubins in KernelFiles. A design with fewer kernels has nullptr.
+  const char* kernels[kMaxDesignKernels];
+  /// Threads of a CTA.
+  int32_t (*threads)(HeadDims dims, int32_t kv_element_bytes);
+  /// Dynamic shared memory of a CTA.
+  int32_t (*shared_bytes)(HeadDims dims, int32_t kv_element_bytes);
+  /// The kernel prefetches its code and the merge kernel's code to L2.
+  bool prefetches_code;
+  /// Fills in the arguments of a launch. Returns the number of the kernel to launch, or kRowsTooFarApart.
   int32_t (*make_arguments)(const LatentAttentionParams& params, const LaunchContext& context,
                             KernelArguments& arguments);
 };

@@ -180,8 +180,7 @@ ATTN_HD TokenRange seen_by_any_row(const RowRange* row_ranges, const RowGroup& g
 /// Number of the list of KV tiles of a request's first row tile. The lists of its other row tiles follow. Each request
 /// has its own lists, and there are no more than max_row_tiles() of a level.
 ATTN_HD int32_t first_kv_tile_list(const ScheduleConfig& config, int32_t request, int32_t qo_begin) {
-  const uint32_t packed_rows = static_cast<uint32_t>(packed_rows_of(config, qo_begin));
-  return request + static_cast<int32_t>(divide_by_tile_rows(packed_rows, config.max_kind));
+  return request + row_tile_of(static_cast<uint32_t>(packed_rows_of(config, qo_begin)), config.max_kind);
 }
 
 /// How many of a list's KV tiles begin before `token`.

@@ -29,9 +29,9 @@ constexpr int32_t kMaxLinks = 32;
 /// Packed rows (query position x heads of one KV group) of each kind of row tile: 16, 32, 64, 128, 192.
 ATTN_HD constexpr int32_t tile_rows(int32_t kind) { return kind < 4 ? 16 << kind : 192; }
 
-/// rows / tile_rows(kind), without a division.
-ATTN_HD constexpr uint32_t divide_by_tile_rows(uint32_t rows, int32_t kind) {
-  return kind < 4 ? rows >> (4 + kind) : rows / 192;
+/// packed_row / tile_rows(kind), by shifts and products: the row tile that has this packed row of a row group.
+ATTN_HD constexpr int32_t row_tile_of(uint32_t packed_row, int32_t kind) {
+  return static_cast<int32_t>(kind < 4 ? packed_row >> (4 + kind) : packed_row / 192);
 }
 
 /// The cost of a row tile depends on its kind and on whether its rows leave states. The first cost kinds are for row
@@ -276,7 +276,7 @@ ATTN_HD int32_t choose_kind(const ScheduleConfig& config, int32_t packed_rows, i
 
 /// Row tiles of a kind that hold this many packed rows.
 ATTN_HD int32_t row_tiles_of(int32_t packed_rows, int32_t kind) {
-  return static_cast<int32_t>(divide_by_tile_rows(static_cast<uint32_t>(packed_rows) + tile_rows(kind) - 1, kind));
+  return row_tile_of(static_cast<uint32_t>(packed_rows) + tile_rows(kind) - 1, kind);
 }
 
 /// Upper bound of the number of row tiles: a row group has one tile, and one more for every full largest tile.

@@ -351,7 +351,7 @@ FAULTS = (
     Fault(
         "Hopper kernel: scores are not waited for",
         "csrc/attention/sm90/prefill.cuh",
-        "      ptx::wgmma_wait<Switches::kTakesTurns ? 0 : 1>();\n",
+        "      ptx::wgmma_wait<Switches::kWaitsForProducts ? 0 : 1>();\n",
         "",
         (ATTENTION, "-k", "random_cases and hopper"),
     ),
@@ -393,8 +393,8 @@ FAULTS = (
     Fault(
         "Hopper kernel: the third warpgroup leaves out rows of the largest row tiles",
         "csrc/attention/sm90/attention.cuh",
-        "return item.rows.count > tile_rows(kPairKind);",
-        "return item.rows.count > tile_rows(kPairKind) + 1;",
+        "return item.rows.count > tile_rows(kTwoWarpgroupKind);",
+        "return item.rows.count > tile_rows(kTwoWarpgroupKind) + 1;",
         (ATTENTION, "-k", "every_kind and hopper"),
     ),
     Fault(

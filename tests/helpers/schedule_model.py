@@ -13,12 +13,11 @@ import numpy
 import torch
 
 from attn_backend import BSRView, Composition
-from attn_backend.kernels.schedule import Schedule
+from attn_backend.kernels.schedule import TILE_ROWS, Schedule
 
 QO_INDPTR, KV_INDPTR, KV_LENGTH, LAST_PAGE_LEN, TABLE_ROW = (1 << bit for bit in range(5))
 ROW = 1 << 6
 INT32_MAX = 2**31 - 1
-TILE_ROWS = (16, 32, 64, 128, 192)  # by kind
 
 
 @dataclass

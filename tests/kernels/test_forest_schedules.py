@@ -15,10 +15,9 @@ import pytest
 import torch
 from compositions import Shape
 from forests import Batch, make_problem, naming, place_requests, radix_tree, random_batch
-from schedule_model import TILE_ROWS
 
 from attn_backend import Attention, BSRView, PageTable
-from attn_backend.kernels.schedule import PrefixNode, Schedule
+from attn_backend.kernels.schedule import TILE_ROWS, PrefixNode, Schedule
 from attn_backend.metadata.views import MAX_LEVELS
 
 MODES = [True, "always"]

@@ -17,14 +17,13 @@ import pytest
 import torch
 from attention_kernels import kernel_of
 from cases import Spec
-from schedule_model import TILE_ROWS
 from tiers import mostly_slow
 from torch import Tensor
 from workspace import workspace_of
 
 from attn_backend import Attention, BSRView, KVCache, PageTable, Variant
 from attn_backend.jit import compilers
-from attn_backend.kernels.schedule import Schedule
+from attn_backend.kernels.schedule import TILE_ROWS, Schedule
 from attn_backend.variants import builtin
 
 pytestmark = [

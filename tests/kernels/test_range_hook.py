@@ -16,6 +16,7 @@ from tiers import mostly_slow
 
 from attn_backend import Variant
 from attn_backend.jit import compilers
+from attn_backend.kernels.schedule import TILE_ROWS
 from attn_backend.variants import builtin
 
 pytestmark = [
@@ -78,8 +79,9 @@ def test_row_tiles_begin_and_end_where_their_ranges_do(device: torch.device, var
     attention.plan(case.view, variant_args={"width": width})
     schedule = attention.schedule()
     size = schedule.kv_tile
-    for _, _, packed_begin, kv_begin, kv_end, num_kv_tiles in schedule.tiles.tolist():
-        rows = torch.arange(packed_begin // 4, min(packed_begin // 4 + 32, tokens))[:, None]
+    for _, kind, packed_begin, kv_begin, kv_end, num_kv_tiles in schedule.tiles.tolist():
+        begin, end = packed_begin // 4, (packed_begin + TILE_ROWS[kind]) // 4
+        rows = torch.arange(begin, min(end, tokens))[:, None]
         at = torch.arange(tokens)
         seen = (at >= (rows // width - 2) * width) & (at <= rows)
         if variant is WITH_HOLES:

@@ -8,10 +8,9 @@ from pathlib import Path
 import batches
 import pytest
 import torch
-from schedule_model import TILE_ROWS
 
 from attn_backend import Attention
-from attn_backend.kernels.schedule import Schedule, describe_errors
+from attn_backend.kernels.schedule import TILE_ROWS, Schedule, describe_errors
 
 
 def check_costs(schedule: Schedule, num_kv_heads: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from attn_backend import Attention, BSRView, KVCache, PageTable
 from attn_backend.variants import builtin
 
-TANH_ERROR = 2.0**-11  # relative: of tanh.approx.f32, which kernels of prompts use on a GPU
+TANH_ERROR = 2.0**-11  # relative: of tanh.approx.f32, which the Hopper kernel uses for prompts
 ROUNDING = 2e-3  # of lse, in bfloat16
 
 pytestmark = pytest.mark.usefixtures("kernel")
@@ -45,8 +45,11 @@ def lse_error(device: torch.device, cap: float, qo_len: int, head_dim: int, by_v
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("cap", [20.0, 30.0, 50.0])
-def test_prompts_are_as_exact_as_tanh_of_the_gpu(device: torch.device, cap: float, head_dim: int) -> None:
-    assert lse_error(device, cap, 300, head_dim, False) <= cap * TANH_ERROR + ROUNDING
+def test_prompts_are_as_exact_as_tanh_of_the_gpu(
+    device: torch.device, kernel: str | None, cap: float, head_dim: int
+) -> None:
+    of_tanh = cap * TANH_ERROR if kernel == "hopper" else 0.0
+    assert lse_error(device, cap, 300, head_dim, False) <= of_tanh + ROUNDING
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

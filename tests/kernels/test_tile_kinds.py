@@ -11,8 +11,9 @@ import cases
 import host_planner
 import pytest
 import torch
-from schedule_model import TILE_ROWS
 from tiers import mostly_slow
+
+from attn_backend.kernels.schedule import TILE_ROWS
 
 pytestmark = [
     pytest.mark.usefixtures("kernel"),
@@ -40,6 +41,7 @@ def test_random_cases(device: torch.device, library: ctypes.CDLL, kind: int, blo
         cases.random_spec(seed, device.type) for seed in range(100_000 + 1000 * block, 101_000 + 1000 * block)
     )
     fitting = (spec for spec in specs if sum(spec.qo_lens) and tiles_of(spec, kind) <= MOST_TILES)
+    ran = False
     for _, spec in zip(range(CASES), fitting, strict=False):
         case = case_tensors.build(spec, device)
         # every row group may have a row tile
@@ -54,3 +56,6 @@ def test_random_cases(device: torch.device, library: ctypes.CDLL, kind: int, blo
         case.run(attention, out=case.out, lse=case.lse)
         case_tensors.check(case, case.out, case.lse)
         case_tensors.check_padding(case)
+        ran = True
+    if not ran:
+        pytest.skip("this kernel has no row tiles of this kind for the drawn heads")

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from attn_backend.adapters.served import is_ours
+
 NAME = "attn_backend"  # of --attention-backend and --sampling-backend
 
 
@@ -69,14 +71,9 @@ def phases_of_user(runner: Any) -> list[str]:
     ]
 
 
-def is_ours(backend: Any) -> bool:
-    """Whether a backend is of this package."""
-    return any(base.__module__.startswith("attn_backend.") for base in type(backend).__mro__)
-
-
 def backend_of_layer(backend: Any, layer_id: int, phase: str) -> Any:
     """The backend that runs a layer with softmax, behind the backends of SGLang that have several."""
-    while not is_ours(backend):
+    while not is_ours(type(backend)):
         if hasattr(backend, "sparse_layer_ids"):  # MiniMax M3
             inner = backend.sparse if layer_id in backend.sparse_layer_ids else backend.dense
         elif hasattr(backend, "full_attn_backend"):  # with layers of linear attention or convolutions

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch.nn import Module
 
 from attn_backend.adapters.layers import LayerSpec
-from attn_backend.adapters.served import report_layers
+from attn_backend.adapters.served import is_ours, report_layers
 from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH
 from attn_backend.metadata.kv_cache import SCALED_DTYPES
 
@@ -363,7 +363,7 @@ def check_layers(runner: Any, built: Any) -> None:
         foreign = {
             f"{type(backend).__name__}{f' in {phase}s' if len(set(backends)) > 1 else ''}"
             for phase, backend in zip(phases, backends, strict=True)
-            if not compat.is_ours(backend)
+            if not is_ours(type(backend))
         }
         num_ours += not foreign
         for backend in foreign:

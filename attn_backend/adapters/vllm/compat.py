@@ -122,11 +122,6 @@ def computes_attention(layer: Any) -> bool:
     return forward not in (None, nn.Module.forward) and len(signature(forward).parameters) > 1
 
 
-def is_ours(backend: type) -> bool:
-    """Whether a backend is of this package. vLLM derives classes for chunked local attention from it."""
-    return any(base.__module__.startswith("attn_backend.") for base in backend.__mro__)
-
-
 def draft_backend_of_user(vllm_config: VllmConfig) -> str | None:
     """The backend's name in --speculative-config, or None if vLLM chooses it."""
     backend = getattr(getattr(vllm_config, "speculative_config", None), "attention_backend", None)

@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from attn_backend.adapters.layers import use_cascade
-from attn_backend.adapters.served import report_layers
+from attn_backend.adapters.served import is_ours, report_layers
 from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH
 
 from . import compat
@@ -210,7 +210,7 @@ def check_layers(vllm_config: Any) -> None:
     num_ours, others = 0, dict[str, list[str]]()
     for layer_name, layer in compat.attention_layers(vllm_config).items():
         backend = layer.get_attn_backend()
-        if compat.is_ours(backend):
+        if is_ours(backend):
             num_ours += 1
         elif backend.get_name() != of_drafts:
             others.setdefault(backend.get_name(), []).append(layer_name)

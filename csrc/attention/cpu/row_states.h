@@ -52,7 +52,7 @@ class RowStates {
         if (link.group < 0) continue;
         const RowGroup& group = params.schedule.groups[link.group];
         const int32_t packed = link.index * group_size + head % group_size;
-        const int32_t tile_index = static_cast<int32_t>(divide_by_tile_rows(static_cast<uint32_t>(packed), group.kind));
+        const int32_t tile_index = row_tile_of(static_cast<uint32_t>(packed), group.kind);
         const int32_t tile = group.tile_begin + tile_index;
         if (tile >= header.num_tiles) continue;
         if (place.row < 0) {

@@ -145,7 +145,7 @@ __device__ __forceinline__ Parts find_parts(const AttentionParams& params, int32
     if (link.group >= 0) {
       const RowGroup& group = params.schedule.groups[link.group];
       const int32_t packed = link.index * params.group_size.divisor + params.group_size.modulo(row.qo_head);
-      const int32_t tile_index = static_cast<int32_t>(divide_by_tile_rows(static_cast<uint32_t>(packed), group.kind));
+      const int32_t tile_index = row_tile_of(static_cast<uint32_t>(packed), group.kind);
       const int32_t tile = group.tile_begin + tile_index;
       parts.tile_row = packed - tile_index * tile_rows(group.kind);
       if (tile < header.num_tiles) {

@@ -51,8 +51,8 @@ struct WorkItems {
 /// Whether this warpgroup multiplies rows of the item with wgmma.
 template <class Traits>
 __device__ __forceinline__ bool multiplies(const WorkItem& item) {
-  if (!is_sharing<Traits>()) return item.rows.count > tile_rows(kPairKind);
-  return item.kind > 0 && (item.kind >= kPairKind || warpgroup() == 0);
+  if (!is_sharing<Traits>()) return item.rows.count > tile_rows(kTwoWarpgroupKind);
+  return item.kind > 0 && (item.kind >= kTwoWarpgroupKind || warpgroup() == 0);
 }
 
 /// Computes all work items of the CTA, by the consumer warpgroups.

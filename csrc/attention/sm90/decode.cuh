@@ -71,7 +71,7 @@ struct Decode {
     state.scale = scores.scale(item);
     if constexpr (!Switches::kUsesSoftmax) state.start_sum(consumer_warp() == 0);
     LaneRows<Variant, 1> rows(params, item.rows, item.group, item.kv_head, 0);
-    const auto known = scores.known(item, 0);
+    const auto constants = scores.constants(item, 0);
     const int part = Switches::kSharesTiles ? warpgroup() : 0;
     const int row = part * Shared::kPartTokens + warp.first_token;               // of a KV tile
     const int own_row = Switches::kDequantizesInTiles ? warp.first_token : row;  // of own_tile()
@@ -121,7 +121,7 @@ struct Decode {
       shared.free_kv(keys, 2);
 
       // P = softmax(S)
-      scores.finish(item, s, 0, token, known, rows);
+      scores.finish(item, s, 0, token, constants, rows);
       if constexpr (Switches::kUsesSoftmax)
         state.update(s, p);
       else

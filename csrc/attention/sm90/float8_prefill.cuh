@@ -136,7 +136,7 @@ struct Float8Prefill {
     State state;
     state.scale = scores.scale(item);
     LaneRows<Variant, 1> rows(params, item.rows, item.group, item.kv_head, first_row);
-    const auto known = scores.known(item, first_row);
+    const auto constants = scores.constants(item, first_row);
     const TokenRange readable = item.readable;
     int32_t token = Walk::enter(Walk::first(params, item), rows);
 
@@ -150,8 +150,8 @@ struct Float8Prefill {
       next_tiles();
 
       // P(i) = exp2(S(i) - maximum), while the other warpgroup has the tensor cores.
-      if (changes || token < known.unmasked.begin || token + kTokens > known.unmasked.end)
-        scores.finish(item, s, first_row, token, known, rows);
+      if (changes || token < constants.unmasked.begin || token + kTokens > constants.unmasked.end)
+        scores.finish(item, s, first_row, token, constants, rows);
       const ptx::MatrixDescriptor values = Transposed::columns_descriptor(ptx::shared_address(transposed()));
       float correction[2] = {1.0f, 1.0f};
       state.raise_maximum(0, s[0], correction, kSlack);
@@ -163,7 +163,7 @@ struct Float8Prefill {
       pack(s, p);
 
       // P(i) V(i). Meanwhile, prepare what the next product takes.
-      if (item.kind == kPairKind) wait_for_turn();
+      if (item.kind == kTwoWarpgroupKind) wait_for_turn();
       shared.wait_transformed(num_multiplied & 1);
       ptx::wgmma_fence();
       multiply_values(partial, p, values);
@@ -180,9 +180,9 @@ struct Float8Prefill {
       if (!are_full) wait_for_tiles(ring.kv);
       ptx::wgmma_fence();
       multiply_keys(s, q, k);
-      if (item.kind == kPairKind) pass_turn();
+      if (item.kind == kTwoWarpgroupKind) pass_turn();
     }
-    if (item.kind == kPairKind) pass_turn();
+    if (item.kind == kTwoWarpgroupKind) pass_turn();
 
     // Epilogue: the state is as if exponentials were not shifted. All of the warpgroup's products with Q are done, so
     // the rows of O go through the Q tile.
@@ -243,7 +243,7 @@ struct Float8Prefill {
     // All warps have multiplied the tile before the last one: they do so before they arrive for the last one, and all
     // have arrived.
     transposition.template run<kChunks>(values, transposed(), 0);
-    if (item.kind != kPairKind) transposition.template run<kChunks>(values, transposed(), kChunks);
+    if (item.kind != kTwoWarpgroupKind) transposition.template run<kChunks>(values, transposed(), kChunks);
     ptx::fence_async_proxy();  // before wgmma reads it
     shared.arrive_transformed();
   }

@@ -27,10 +27,12 @@ struct HopperParams {
   AttentionParams attention;
   TensorMap k;
   TensorMap v;
-  TensorMap o;      // dimensions column, head, row; boxes of 64 columns x group_size heads x 16 / group_size rows: a
-                    // consumer warp's rows of a row tile for wgmma
-  TensorMap q;      // boxes of the largest row tiles
-  TensorMap q_row;  // boxes of one row
+  /// Dimensions: column, head, row. A box has 64 columns and the 16 packed rows of a consumer warp.
+  TensorMap o;
+  /// Dimensions as `o`. A box has the packed rows of one of the largest row tiles.
+  TensorMap q;
+  /// A box has one row.
+  TensorMap q_row;
 };
 
 /// The arguments of kernels of MLA's latents, whose Q may be two tensors. Maps `q` and `q_row` describe the columns

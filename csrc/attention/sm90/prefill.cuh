@@ -5,9 +5,9 @@
 //     tensor cores  | Q K(0) |        | Q K(1) | P V(0) |        | Q K(2) | P V(1) | ...
 //     warpgroup              | exp(0) |        | exp(1)          |        | exp(2)          | ...
 //
-// With heads of 64 columns, whose exponentials take as long as their products, three warpgroups take turns instead
-// (kTakesTurns). Scores and probabilities of a warpgroup are then never alive together, and registers suffice for
-// three:
+// With heads of 64 columns the exponentials take as long as the products. Three warpgroups compute there, and each
+// waits for its products (kWaitsForProducts). Scores and probabilities of a warpgroup are then never alive together, so
+// the registers suffice for three:
 //
 //     tensor cores  | Q K(0) |        | P V(0) | Q K(1) |        | P V(1) | Q K(2) | ...
 //     warpgroup              | exp(0) |                 | exp(1) |                 | ...
@@ -29,10 +29,10 @@ namespace attn::sm90 {
 template <class Traits>
 struct PrefillSwitches {
   using Variant = typename Traits::Variant;
-  static constexpr bool kUsesSoftmax = Variant::kUsesSoftmax;       // all variants but those with custom weights
-  static constexpr bool kSkipsTiles = Variant::kSkipsTiles;         // variants with sparse masks
-  static constexpr bool kDequantizes = Traits::kDequantizes;        // 8-bit caches
-  static constexpr bool kTakesTurns = kTuning<Traits>.takes_turns;  // heads of 64 columns, 16-bit caches
+  static constexpr bool kUsesSoftmax = Variant::kUsesSoftmax;  // all variants but those with custom weights
+  static constexpr bool kSkipsTiles = Variant::kSkipsTiles;    // variants with sparse masks
+  static constexpr bool kDequantizes = Traits::kDequantizes;   // 8-bit caches
+  static constexpr bool kWaitsForProducts = kTuning<Traits>.waits_for_products;  // heads of 64 columns, 16-bit caches
   static constexpr bool kAddsBias = kTakesLastFirst<Traits>;  // ALiBi: the bias is added with the exponentials, and
                                                               // KV tiles are taken from the last to the first
   /// Narrow heads over 16-bit caches. Not where a variant's logits may grow from KV tile to KV tile: rows would outgrow
@@ -55,12 +55,12 @@ struct Prefill {
   static constexpr int kQkColumns = Traits::Shape::kQkMultiplied;
   static constexpr int kColumns = kVColumns<Traits>;
   using State = WarpState<Element, kColumns, 1>;  // of one warp, which has 16 rows
-  using ItemScores = Scores<Traits, SoftCap::kFast>;
+  using PromptScores = Scores<Traits, SoftCap::kFast>;
 
   const HopperParams& hopper_params;
   KvRing<Traits>& ring;
   const AttentionParams& params = hopper_params.attention;
-  const ItemScores scores{params};
+  const PromptScores scores{params};
   PreparedTiles<Traits> tiles{params, ring};
 
   /// Computes an item whose rows this warpgroup multiplies. The first Q K^T is issued alone: overlapping it with the
@@ -80,7 +80,7 @@ struct Prefill {
     state.scale = scores.scale(item);
     if constexpr (!Switches::kUsesSoftmax) state.start_sum(true);
     Rows rows(params, item.rows, item.group, item.kv_head, first_row);
-    const typename ItemScores::Known known = scores.known(item, first_row);
+    const typename PromptScores::Constants constants = scores.constants(item, first_row);
     const TokenRange readable = item.readable;
     int32_t token = Walk::enter(Walk::first(params, item), rows);
     int32_t next_token = token;  // of the next KV tile
@@ -95,7 +95,7 @@ struct Prefill {
       float added[2], correction[2];
       bool raised = false;
       if constexpr (Switches::kDequantizes) state.scale = scores.scale(item);  // read again: not kept over products
-      scores.finish(item, s, first_row, token, known, rows, !Switches::kAddsBias);
+      scores.finish(item, s, first_row, token, constants, rows, !Switches::kAddsBias);
       if constexpr (!Switches::kUsesSoftmax) {
         added[0] = added[1] = 0.0f;
       } else {
@@ -111,16 +111,16 @@ struct Prefill {
       ptx::wgmma_fence_operand(s[0]);  // the exponentials before the wait
 
       // Wait for P(i - 1) V(i - 1), then rescale the output if rows have larger maxima now.
-      if constexpr (Switches::kTakesTurns) pack_probabilities<Element>(s, p);  // recompute() needs the registers
+      if constexpr (Switches::kWaitsForProducts) pack_probabilities<Element>(s, p);  // recompute() needs the registers
       if (left != item.num_kv_tiles) {  // not the first tile; a bool here makes ptxas spill
-        if constexpr (!Switches::kTakesTurns) finish_values(state, values);
+        if constexpr (!Switches::kWaitsForProducts) finish_values(state, values);
         if constexpr (!Switches::kKeepsMaxima) {
           if (raised) state.scale_output(0, correction);
         } else if (__any_sync(0xffffffffu, has_outgrown(added, 0) || has_outgrown(added, 1))) {
-          if constexpr (Switches::kTakesTurns)
-            recompute(state, item, p, added, q_rows(q_stage), ring.kv.stage, token, known, rows);
+          if constexpr (Switches::kWaitsForProducts)
+            recompute(state, item, p, added, q_rows(q_stage), ring.kv.stage, token, constants, rows);
           else
-            recompute(state, item, s, added, q_rows(q_stage), ring.kv.stage, token, known, rows);
+            recompute(state, item, s, added, q_rows(q_stage), ring.kv.stage, token, constants, rows);
         }
       }
       state.sum[0][0] += added[0];
@@ -129,7 +129,7 @@ struct Prefill {
       // K(i) is free: no row computes its scores again.
       tiles.free(ring.kv);
       ring.next_tile();
-      if constexpr (!Switches::kTakesTurns) {
+      if constexpr (!Switches::kWaitsForProducts) {
         ptx::wgmma_fence_operand(s[0]);  // p is still read before the wait
         pack_probabilities<Element>(s, p);
       }
@@ -137,21 +137,21 @@ struct Prefill {
       ring.next_tile();
       if (--left == 0) break;
 
-      // Start S(i + 1) = Q K(i + 1)^T and O += P(i) V(i), then wait for S(i + 1) only. Taking turns: P V first, then
-      // the next S, both after V and K have arrived (P V before K has arrived takes 12 % longer, ADR 50).
+      // Start S(i + 1) = Q K(i + 1)^T and O += P(i) V(i), then wait for S(i + 1) only. With three warpgroups: P V
+      // first, then the next S, both after V and K have arrived (P V before K has arrived takes 12 % longer, ADR 50).
       tiles.prepare(item, values, token, true, left, readable);
       ptx::wgmma_fence();
-      if constexpr (Switches::kTakesTurns) {
+      if constexpr (Switches::kWaitsForProducts) {
         multiply_values(state, p, values.stage);
         finish_values(state, values);
         ptx::wgmma_fence();
       }
       multiply_keys(s, query(q_stage), ring.kv.stage);
-      if constexpr (!Switches::kTakesTurns) multiply_values(state, p, values.stage);
+      if constexpr (!Switches::kWaitsForProducts) multiply_values(state, p, values.stage);
       if constexpr (Switches::kSkipsTiles)
         next_token = Walk::enter(Walk::next(params, item, token, left), rows);  // early: it may have to be loaded
       tiles.prepare_early(item, Switches::kSkipsTiles ? next_token : token + Walk::kStep, left - 1);
-      ptx::wgmma_wait<Switches::kTakesTurns ? 0 : 1>();
+      ptx::wgmma_wait<Switches::kWaitsForProducts ? 0 : 1>();
       ptx::wgmma_fence_operand(s[0]);
     }
 
@@ -281,7 +281,7 @@ struct Prefill {
   template <class Probabilities>
   __device__ __forceinline__ void recompute(State& state, const WorkItem& item, Probabilities& probabilities,
                                             float (&added)[2], uint32_t q, int stage, int32_t first_token,
-                                            const typename ItemScores::Known& known, const Rows& rows) const {
+                                            const typename PromptScores::Constants& constants, const Rows& rows) const {
     constexpr int kStep = 16;  // tokens at a time
     const int first_row = consumer_warp() * kWarpRows;
     bool again[2];
@@ -323,7 +323,7 @@ struct Prefill {
         Element::mma(step[0][0], a, b[0], b[1]);
         Element::mma(step[0][1], a, b[2], b[3]);
       }
-      scores.finish(item, step, first_row, first_token + token, known, rows);
+      scores.finish(item, step, first_row, first_token + token, constants, rows);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int half = i % 2;

@@ -240,7 +240,7 @@ struct PreparedTiles {
 
  private:
   __device__ __forceinline__ void skip_transform(const WorkItem& item) {
-    if (item.kind < kPairKind) return;
+    if (item.kind < kTwoWarpgroupKind) return;
     arrive_transformed(item);
     wait_transformed(item);
   }
@@ -257,7 +257,7 @@ struct PreparedTiles {
   __device__ __forceinline__ void transform_in_ring(const WorkItem& item, const Place& place, int32_t token) const {
     if constexpr (Transform::kExists) {
       ring.wait_for_tile(place);
-      transform_share<Transform, Tile>(item, ring.shared.kv(place.stage), token, item.kind >= kPairKind);
+      transform_share<Transform, Tile>(item, ring.shared.kv(place.stage), token, item.kind >= kTwoWarpgroupKind);
       ptx::fence_async_proxy();
     }
   }
@@ -278,12 +278,12 @@ struct PreparedTiles {
 
   /// Says that this warp's part of the shares is done.
   __device__ __forceinline__ void arrive_transformed(const WorkItem& item) const {
-    if (item.kind >= kPairKind) ring.shared.arrive_transformed();
+    if (item.kind >= kTwoWarpgroupKind) ring.shared.arrive_transformed();
   }
 
   /// Waits for the shares of all that multiply the item.
   __device__ __forceinline__ void wait_transformed(const WorkItem& item) {
-    if (item.kind < kPairKind) return sync_warpgroup();
+    if (item.kind < kTwoWarpgroupKind) return sync_warpgroup();
     ring.shared.wait_transformed(transformed_parity);
     transformed_parity ^= 1;
   }

@@ -20,19 +20,19 @@ struct Scores {
   using Shared = SharedMemory<Traits>;
   using Rows = LaneRows<Variant, 1>;
 
-  /// Numbers that a warp needs for each KV tile of an item, computed once.
-  struct Known {
+  /// Constants of an item, for a warp.
+  struct Constants {
     TokenRange unmasked;  // tokens that all of its rows see: their scores need no mask
     float cap_factor;     // of the standard variant's soft cap: makes a product logit / cap; 0: there is no cap
   };
 
   const AttentionParams& params;
 
-  __device__ __forceinline__ Known known(const WorkItem& item, int first_row) const {
+  __device__ __forceinline__ Constants constants(const WorkItem& item, int first_row) const {
     const TokenRange unmasked =
         item.visibility.seen_by_all(item.rows.position(first_row, params.group_size),
                                     item.rows.position(first_row + kWarpRows - 1, params.group_size), item.readable);
-    return Known{unmasked, cap_factor(item)};
+    return Constants{unmasked, cap_factor(item)};
   }
 
   /// Makes a finished score a logarithm to base 2. Under the standard variant's soft cap a score is logit / cap.
@@ -53,16 +53,17 @@ struct Scores {
   /// tokens from `first_token` on. `rows`: the lane's.
   template <int kBlocks>
   __device__ __forceinline__ void finish(const WorkItem& item, float (&s)[1][kBlocks][4], int first_row,
-                                         int32_t first_token, const Known& known, const Rows& rows,
+                                         int32_t first_token, const Constants& constants, const Rows& rows,
                                          bool makes_logits = true) const {
     scale_scores(variant_of<Traits>(params, item.kv_head), s, Shared::requests(item), first_row);
     if constexpr (Variant::kIsStandard) {
-      const float factor = kSoftCap == SoftCap::kFast ? known.cap_factor : cap_factor(item);  // else registers are few
+      const float factor =
+          kSoftCap == SoftCap::kFast ? constants.cap_factor : cap_factor(item);  // else registers are few
       if (factor != 0.0f) cap(s, factor);
     } else if (makes_logits && transforms_logits(variant_of<Traits>(params, 0))) {
       transform_logits(variant_of<Traits>(params, item.kv_head), sm_scale(item), s, first_token, rows);
     }
-    if (first_token < known.unmasked.begin || first_token + kBlocks * 8 > known.unmasked.end)
+    if (first_token < constants.unmasked.begin || first_token + kBlocks * 8 > constants.unmasked.end)
       mask_scores(item.visibility, s, item.rows, params.group_size, first_row, first_token, item.readable.end);
     apply_variant_mask(variant_of<Traits>(params, item.kv_head), s, first_token, rows);
   }

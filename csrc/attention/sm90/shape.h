@@ -21,8 +21,8 @@ constexpr int32_t kMultiplierRegisters = 160;  // of a thread that multiplies: t
 constexpr int32_t kWarpRows = 16;       // of a consumer warp in row tiles for wgmma
 constexpr int32_t kWarpgroupRows = 64;  // of a consumer warpgroup
 
-/// The kind of row tiles that have rows for two consumer warpgroups; the next kind has rows for three.
-constexpr int32_t kPairKind = 3;
+/// Row tiles of this kind have rows for two consumer warpgroups. The next kind has rows for three.
+constexpr int32_t kTwoWarpgroupKind = 3;
 
 /// Two consumer warpgroups share a KV tile: its tokens in row tiles of 16 rows, and the work of dequantizing and
 /// transforming it. A third warpgroup only multiplies rows of the largest row tiles.
@@ -33,20 +33,31 @@ constexpr int32_t kSharingWarps = kSharingThreads / 32;
 struct Tuning {
   int32_t max_qk;  // columns of a head of Q and K, and of one of V: the widest that this is for
   int32_t max_v;
-  int32_t max_kind;     // largest kind of row tile
-  int32_t kv_tile;      // tokens of one KV tile: as many as 64 rows of scores leave registers for
-  int32_t q_stages;     // Q tiles, of consecutive work items
-  int32_t kv_stages;    // of the ring that K and V tiles go through, one after the other
-  int32_t stage_parts;  // of a stage, one mbarrier pair each: the tokens that a warpgroup takes in row tiles of 16
-                        // rows; wide heads: the columns that a warpgroup multiplies with P
-  int32_t max_parts_in_flight = 0;  // that are filled or being filled while row tiles have 16 rows
-  int32_t producer_registers;       // of a thread; three warpgroups share 504, four 512
+  int32_t max_kind;   // largest kind of row tile
+  int32_t kv_tile;    // tokens of one KV tile: as many as 64 rows of scores leave registers for
+  int32_t q_stages;   // Q tiles, of consecutive work items
+  int32_t kv_stages;  // K and V tiles in the ring
+
+  /// A stage has parts, each with two mbarriers. In row tiles of 16 rows each warpgroup takes the tokens of one part.
+  /// With wide heads each multiplies the columns of one part with P.
+  int32_t stage_parts;
+  /// Limit of the parts that are filled or being filled while row tiles have 16 rows.
+  int32_t max_parts_in_flight = 0;
+  /// Of a thread. Three warpgroups share 504 registers, four share 512.
+  int32_t producer_registers;
+
   // Defaults are 0: nvcc 13.0 ignores others.
-  bool has_third_consumer = false;  // of 64 rows. Wide heads: one computes P, two compute P V (wide.cuh)
-  bool takes_turns = false;         // a warpgroup does not overlap its products with its exponentials (prefill.cuh)
-  bool keeps_maxima = false;        // lazy maxima (prefill.cuh)
-  bool finds_runs = false;          // consecutive pages of one token are loaded by TMA (RowCopier)
-  int32_t staged_pieces = 0;        // of 16 bytes, of a producer thread, on their way (DequantizingCopier)
+
+  /// A third consumer warpgroup multiplies 64 more rows. With wide heads, one computes P and two compute P V.
+  bool has_third_consumer = false;
+  /// A warpgroup waits for P V before it starts the next Q K^T (prefill.cuh).
+  bool waits_for_products = false;
+  /// Maxima are lazy (prefill.cuh).
+  bool keeps_maxima = false;
+  /// TMA loads consecutive pages of one token (RowCopier).
+  bool finds_runs = false;
+  /// Pieces of 16 bytes that a producer thread has on their way (DequantizingCopier).
+  int32_t staged_pieces = 0;
 
   ATTN_HD constexpr int32_t consumer_warps() const { return (has_third_consumer ? 3 : 2) * kWarpgroupThreads / 32; }
   ATTN_HD constexpr int32_t cta_threads() const { return kProducerThreads + 32 * consumer_warps(); }
@@ -74,7 +85,7 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
   constexpr Tuning kTunings[] = {
       {.max_qk = 64,
        .max_v = 64,
-       .max_kind = kPairKind + 1,
+       .max_kind = kTwoWarpgroupKind + 1,
        .kv_tile = 128,
        .q_stages = 2,
        .kv_stages = 10,
@@ -82,12 +93,12 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
        .max_parts_in_flight = 12,
        .producer_registers = 80,
        .has_third_consumer = true,
-       .takes_turns = true,
+       .waits_for_products = true,
        .keeps_maxima = true,
        .finds_runs = true},
       {.max_qk = 128,
        .max_v = 128,
-       .max_kind = kPairKind,
+       .max_kind = kTwoWarpgroupKind,
        .kv_tile = 128,
        .q_stages = 2,
        .kv_stages = 5,
@@ -99,7 +110,7 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
       // MLA that is not absorbed
       {.max_qk = 192,
        .max_v = 128,
-       .max_kind = kPairKind,
+       .max_kind = kTwoWarpgroupKind,
        .kv_tile = 128,
        .q_stages = 1,
        .kv_stages = 4,
@@ -110,7 +121,7 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
        .finds_runs = true},
       {.max_qk = 192,
        .max_v = 192,
-       .max_kind = kPairKind,
+       .max_kind = kTwoWarpgroupKind,
        .kv_tile = 64,
        .q_stages = 1,
        .kv_stages = 7,
@@ -119,7 +130,7 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
        .producer_registers = 72},
       {.max_qk = 256,
        .max_v = 256,
-       .max_kind = kPairKind,
+       .max_kind = kTwoWarpgroupKind,
        .kv_tile = 64,
        .q_stages = 1,
        .kv_stages = 5,
@@ -141,7 +152,7 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
   constexpr Tuning kFloat8Tunings[] = {
       {.max_qk = 64,
        .max_v = 64,
-       .max_kind = kPairKind,
+       .max_kind = kTwoWarpgroupKind,
        .kv_tile = 128,
        .q_stages = 2,
        .kv_stages = 10,
@@ -151,7 +162,7 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
        .finds_runs = true},
       {.max_qk = 128,
        .max_v = 128,
-       .max_kind = kPairKind,
+       .max_kind = kTwoWarpgroupKind,
        .kv_tile = 128,
        .q_stages = 2,
        .kv_stages = 6,
@@ -162,7 +173,7 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
       // MLA that is not absorbed
       {.max_qk = 256,
        .max_v = 128,
-       .max_kind = kPairKind,
+       .max_kind = kTwoWarpgroupKind,
        .kv_tile = 64,
        .q_stages = 1,
        .kv_stages = 8,
@@ -171,7 +182,7 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
        .producer_registers = 88},
       {.max_qk = 256,
        .max_v = 256,
-       .max_kind = kPairKind,
+       .max_kind = kTwoWarpgroupKind,
        .kv_tile = 64,
        .q_stages = 1,
        .kv_stages = 6,
@@ -228,7 +239,7 @@ constexpr int32_t kBlockColumns = 64;
 
 /// Bytes after the WorkItem with an 8-bit cache: the requests of its rows, int32 [128], and what its scores are
 /// multiplied by.
-constexpr int32_t kItemScalesBytes = tile_rows(kPairKind) * 4 + 16;
+constexpr int32_t kItemScalesBytes = tile_rows(kTwoWarpgroupKind) * 4 + 16;
 
 /// Byte offsets of the parts of a CTA's dynamic shared memory. `element_bytes`: of Q and O; `kv_element_bytes`: of K
 /// and V.

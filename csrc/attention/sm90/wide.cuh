@@ -91,7 +91,7 @@ struct Wide {
       rewrite_query<Traits, kWarpgroupThreads>(params, item, shared.q(0), 0, kRows);
     if constexpr (!Switches::kUsesSoftmax) state.start_sum(true);
     LaneRows<typename Traits::Variant, 1> rows(params, item.rows, item.group, item.kv_head, first_row());
-    const auto known = scores.known(item, first_row());
+    const auto constants = scores.constants(item, first_row());
     KvTileStart start = Walk::first(params, item);
     for (int left = item.num_kv_tiles; left > 0; ring.kv = next_keys()) {
       // S = Q K^T
@@ -112,7 +112,7 @@ struct Wide {
 
       // P = softmax(S)
       float added[2] = {0.0f, 0.0f}, correction[2] = {1.0f, 1.0f};
-      scores.finish(item, s, first_row(), token, known, rows);
+      scores.finish(item, s, first_row(), token, constants, rows);
       if constexpr (Switches::kUsesSoftmax) {
         state.raise_maximum(0, s[0], correction);
         exponentiate(state, s, added);

@@ -41,8 +41,8 @@ __device__ __forceinline__ void produce_item(const ParamsOf<Traits>& hopper_para
   if constexpr (Traits::Variant::kHasScales) {
     if (item.num_kv_tiles > 0 && ptx::thread_id() < kFirstQueryThread + 32) {
       int32_t* const requests = const_cast<int32_t*>(shared.requests(shared.item(place.stage)));
-      write_requests<typename Traits::Variant, tile_rows(kPairKind), 32>(hopper_params.attention, item.rows, item.group,
-                                                                         item.kv_head, ptx::lane_id(), requests);
+      write_requests<typename Traits::Variant, tile_rows(kTwoWarpgroupKind), 32>(
+          hopper_params.attention, item.rows, item.group, item.kv_head, ptx::lane_id(), requests);
     }
     __syncwarp();  // the thread that publishes the item publishes them, too
   }

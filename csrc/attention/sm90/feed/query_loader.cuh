@@ -159,7 +159,8 @@ __device__ __forceinline__ void copy_q_rows(const ParamsOf<Traits>& params, cons
 template <class Traits>
 __device__ __forceinline__ bool has_room_for_whole_rows(const FastDivisor& group_size, int32_t kind) {
   if constexpr (is_wide(Traits::Shape::kDims)) return group_size.modulo(SharedMemory<Traits>::kTileRows) == 0;
-  return kind < kPairKind || group_size.modulo(tile_rows(kPairKind)) == 0;  // smaller kinds: half of the tile is room
+  return kind < kTwoWarpgroupKind ||
+         group_size.modulo(tile_rows(kTwoWarpgroupKind)) == 0;  // smaller kinds: half of the tile is room
 }
 
 /// Loads Q of a work item into `tile`. Called by the warps that load Q, before they arrive at `full`.

@@ -80,7 +80,7 @@ struct SharedMemory {
   }
   /// What score_scale() is for the item: in shared memory, because consumers have no register to keep it.
   __device__ __forceinline__ static const float& score_scale(const WorkItem& item) {
-    return *reinterpret_cast<const float*>(requests(item) + tile_rows(kPairKind));
+    return *reinterpret_cast<const float*>(requests(item) + tile_rows(kTwoWarpgroupKind));
   }
   __device__ __forceinline__ int32_t& queued_pair(int number) const {
     return reinterpret_cast<int32_t*>(base + kLayout.queued)[number];
