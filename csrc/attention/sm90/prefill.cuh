@@ -94,6 +94,7 @@ struct Prefill {
       // P(i) = exp2(S(i) - maximum), while P(i - 1) V(i - 1) is under way.
       float added[2], correction[2];
       bool raised = false;
+      if constexpr (!Switches::kKeepsMaxima) tiles.free(ring.kv);              // K(i): no row computes its scores again
       if constexpr (Switches::kDequantizes) state.scale = scores.scale(item);  // read again: not kept over products
       scores.finish(item, s, first_row, token, constants, rows, !Switches::kAddsBias);
       if constexpr (!Switches::kUsesSoftmax) {
@@ -126,8 +127,7 @@ struct Prefill {
       state.sum[0][0] += added[0];
       state.sum[0][1] += added[1];
 
-      // K(i) is free: no row computes its scores again.
-      tiles.free(ring.kv);
+      if constexpr (Switches::kKeepsMaxima) tiles.free(ring.kv);
       ring.next_tile();
       if constexpr (!Switches::kWaitsForProducts) {
         ptx::wgmma_fence_operand(s[0]);  // p is still read before the wait
@@ -183,16 +183,10 @@ struct Prefill {
 
   /// Starts o += P V.
   __device__ __forceinline__ void multiply_values(State& state, const uint32_t (&p)[kTokens / 16][4], int stage) const {
-    constexpr int kProduct = columns_of_one_product(kColumns);
     const ptx::MatrixDescriptor values = Values::rows_descriptor(ptx::shared_address(tiles.values(stage)));
 #pragma unroll
-    for (int k = 0; k < kTokens / 16; ++k) {
-#pragma unroll
-      for (int c = 0; c < kColumns; c += kProduct) {
-        ptx::wgmma_registers<Element::kMmaType>(reinterpret_cast<float (&)[kProduct / 8][4]>(state.o[0][c / 8]), p[k],
-                                                Values::rows(values, k, c / kBlockColumns), 1);
-      }
-    }
+    for (int k = 0; k < kTokens / 16; ++k)
+      ptx::wgmma_registers<Element::kMmaType>(state.o[0], p[k], Values::rows(values, k), 1);
     ptx::wgmma_commit();
   }
 

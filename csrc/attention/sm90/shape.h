@@ -219,9 +219,6 @@ ATTN_HD constexpr int32_t columns_of_products(int32_t columns) {
   return columns <= 64 ? 64 : columns <= 96 ? 96 : columns <= 128 ? 128 : columns <= 192 ? 192 : 256;
 }
 
-/// Those that one product makes: 256 are made by two.
-ATTN_HD constexpr int32_t columns_of_one_product(int32_t columns) { return columns > 192 ? 128 : columns; }
-
 /// Whether row tiles for wgmma may multiply 8-bit elements of these heads (float8_prefill.cuh, ADR 37):
 /// MULTIPLIED_FLOAT8_HEAD_DIMS in manifest.py.
 ATTN_HD constexpr bool multiplies_float8(HeadDims dims) {

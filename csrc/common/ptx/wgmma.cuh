@@ -52,6 +52,10 @@ __device__ __forceinline__ void wgmma_fence_operand(float (&c)[kBlocks][4]) {
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
   ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 
+#define ATTN_WGMMA_REGISTERS_256 ATTN_WGMMA_REGISTERS_192 \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+
 #define ATTN_WGMMA_8_COLUMNS(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
 #define ATTN_WGMMA_32_COLUMNS(n) \
   ATTN_WGMMA_8_COLUMNS(n), ATTN_WGMMA_8_COLUMNS(n + 1), ATTN_WGMMA_8_COLUMNS(n + 2), ATTN_WGMMA_8_COLUMNS(n + 3)
@@ -59,6 +63,7 @@ __device__ __forceinline__ void wgmma_fence_operand(float (&c)[kBlocks][4]) {
 #define ATTN_WGMMA_VALUES_96 ATTN_WGMMA_VALUES_64, ATTN_WGMMA_32_COLUMNS(8)
 #define ATTN_WGMMA_VALUES_128 ATTN_WGMMA_VALUES_96, ATTN_WGMMA_32_COLUMNS(12)
 #define ATTN_WGMMA_VALUES_192 ATTN_WGMMA_VALUES_128, ATTN_WGMMA_32_COLUMNS(16), ATTN_WGMMA_32_COLUMNS(20)
+#define ATTN_WGMMA_VALUES_256 ATTN_WGMMA_VALUES_192, ATTN_WGMMA_32_COLUMNS(24), ATTN_WGMMA_32_COLUMNS(28)
 
 // The instruction. `form`: the columns, registers and values, and the numbers of the operands after these. Transposes:
 // 16-bit elements of a matrix whose rows are the k dimension.
@@ -70,6 +75,8 @@ __device__ __forceinline__ void wgmma_fence_operand(float (&c)[kBlocks][4]) {
   form("128", ATTN_WGMMA_REGISTERS_128, (ATTN_WGMMA_VALUES_128), type, transposes, "%64", "%65", "%66", "%67", "%68", "%69")
 #define ATTN_WGMMA_192(form, type, transposes) \
   form("192", ATTN_WGMMA_REGISTERS_192, (ATTN_WGMMA_VALUES_192), type, transposes, "%96", "%97", "%98", "%99", "%100", "%101")
+#define ATTN_WGMMA_256(form, type, transposes) \
+  form("256", ATTN_WGMMA_REGISTERS_256, (ATTN_WGMMA_VALUES_256), type, transposes, "%128", "%129", "%130", "%131", "%132", "%133")
 #define ATTN_WGMMA_LIST(...) __VA_ARGS__
 #define ATTN_WGMMA_SHARED(columns, registers, values, type, transposes, n0, n1, n2, n3, n4, n5) \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " n2 ", 0;\n" \
@@ -122,6 +129,7 @@ __device__ __forceinline__ void wgmma_registers(float (&c)[kBlocks][4], const ui
   ATTN_WGMMA(96, ATTN_WGMMA_A_IN_REGISTERS, ", 1")
   ATTN_WGMMA(128, ATTN_WGMMA_A_IN_REGISTERS, ", 1")
   ATTN_WGMMA(192, ATTN_WGMMA_A_IN_REGISTERS, ", 1")
+  ATTN_WGMMA(256, ATTN_WGMMA_A_IN_REGISTERS, ", 1")
   ATTN_WGMMA_FLOAT8(64, ATTN_WGMMA_A_IN_REGISTERS)
   ATTN_WGMMA_FLOAT8(128, ATTN_WGMMA_A_IN_REGISTERS)
   ATTN_WGMMA_NO_OTHERS
