@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -72,17 +73,22 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device)
     return torch.randn(shape, generator=generator).to(dtype).to(device)
 
 
+_turns = itertools.count()
+
+
 def bad_tensors(tensor: Tensor) -> list[Any]:
     """Values that differ from `tensor`: no tensor, another dtype, shape or stride, a gradient.
 
-    (torch resolves pending signs before operators.)
+    (torch resolves pending signs before operators.) A compilation takes 0.2 s. So without a GPU each call
+    returns two of the six, and each of the six meets a third of the arguments.
     """
     needs_gradient = (
         tensor.detach().clone().requires_grad_() if tensor.dtype.is_floating_point else tensor[:0]
     )
     strided = torch.stack((tensor, tensor), -1)[..., 0]
     other = torch.float64 if tensor.dtype != torch.float64 else torch.float32
-    return ["x", None, tensor.to(other), tensor[..., :-1], strided, needs_gradient]
+    values = ["x", None, tensor.to(other), tensor[..., :-1], strided, needs_gradient]
+    return values if torch.cuda.is_available() else values[next(_turns) % 3 :: 3]
 
 
 def planned(device: torch.device, **options: Any) -> Attention:
