@@ -6,7 +6,6 @@
 #include <cstring>
 
 #include "attention/cpu/executor.h"
-#include "attention/cpu/variant_module.h"
 #include "attention/merge/shape.h"
 #include "attention/variant/row_ranges.h"
 #include "planner/forest.h"

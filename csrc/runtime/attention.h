@@ -9,7 +9,7 @@
 #include "attention/cpu/kernels.h"
 #include "attention/kernel_design.h"
 #include "attention/params.h"
-#include "cache/kv_scales.h"
+#include "cache/kv_cache.h"
 #include "common/data_type.h"
 #include "planner/params.h"
 #include "runtime/driver.h"

@@ -7,12 +7,10 @@
 
 #include <cmath>
 
-#include "attention/cpu/cache_rows.h"
+#include "attention/cpu/input_rows.h"
 #include "attention/cpu/kernels.h"
-#include "attention/cpu/packed_rows.h"
-#include "attention/cpu/query_rows.h"
 #include "attention/cpu/row_states.h"
-#include "attention/cpu/token_blocks.h"
+#include "attention/cpu/work_item.h"
 #include "attention/params.h"
 #include "attention/variant/kv_tokens.h"
 #include "attention/variant/score_row.h"

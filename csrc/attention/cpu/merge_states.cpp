@@ -1,4 +1,4 @@
-#include "attention/cpu/merge_states.h"
+#include "attention/cpu/executor.h"
 
 #include <algorithm>
 #include <cmath>
@@ -7,7 +7,6 @@
 
 #include "common/cpu/elements.h"
 #include "common/cpu/parallel.h"
-#include "common/cpu/scalar_elements.h"
 
 namespace attn::cpu {
 namespace {

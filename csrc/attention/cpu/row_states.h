@@ -4,11 +4,11 @@
 #include <cmath>
 
 #include "attention/cpu/kernels.h"
-#include "attention/cpu/packed_rows.h"
+#include "attention/cpu/work_item.h"
 #include "attention/params.h"
 #include "attention/variant/score_row.h"
 #include "attention/variant/variants.h"
-#include "common/cpu/scalar_elements.h"
+#include "common/cpu/elements.h"
 #include "common/math.h"
 #include "planner/schedule.h"
 

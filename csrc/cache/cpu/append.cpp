@@ -3,8 +3,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "common/cpu/elements.h"
 #include "common/cpu/parallel.h"
-#include "common/cpu/scalar_elements.h"
 
 namespace attn::cpu {
 namespace {

@@ -3,9 +3,9 @@
 #include <cmath>
 #include <vector>
 
+#include "common/cpu/elements.h"
 #include "common/cpu/parallel.h"
-#include "common/cpu/scalar_elements.h"
-#include "common/type_traits.h"
+#include "common/platform.h"
 
 namespace attn::cpu {
 namespace {

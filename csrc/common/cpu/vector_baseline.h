@@ -1,7 +1,7 @@
 // Vectors of 4 floats in the compiler's own vector types: SSE2 on x86-64, whatever there is elsewhere.
 #pragma once
 
-#include "common/cpu/scalar_elements.h"
+#include "common/cpu/elements.h"
 
 namespace attn::cpu {
 

@@ -1,7 +1,7 @@
 // Approximate functions, and conversions.
 #pragma once
 
-#include "common/float8.h"
+#include "common/math.h"
 #include "common/platform.h"
 
 namespace attn::ptx {

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <vector>
 
+#include "common/cpu/elements.h"
 #include "common/cpu/isa.h"
 #include "common/cpu/parallel.h"
-#include "common/cpu/scalar_elements.h"
 
 namespace attn::cpu {
 namespace {

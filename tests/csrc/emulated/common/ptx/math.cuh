@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "common/cpu/scalar_elements.h"
+#include "common/cpu/elements.h"
 #include "cuda_emulation.h"
 
 namespace attn::ptx {

@@ -6,7 +6,7 @@
 #include <list>
 #include <vector>
 
-#include "common/cpu/scalar_elements.h"
+#include "common/cpu/elements.h"
 #include "common/ptx/mma.cuh"
 #include "common/ptx/shared_address.h"
 #include "common/ptx/types.cuh"
