@@ -83,7 +83,7 @@ struct CacheRows {
     alignas(64) float values[kMaxHeadDim];
     for (int j = 0; j < columns; j += Isa::kWidth) Isa::store(values + j, Isa::load_elements(row + j, columns - j));
     if constexpr (is_same<Element, Half>) {
-      for (int j = 0; j < columns; ++j) values[j] = ScalarElements::finite_half(values[j]);
+      for (int j = 0; j < columns; ++j) values[j] = finite_half(values[j]);
     }
     for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
   }
@@ -102,7 +102,7 @@ struct CacheRows {
   template <class Narrow>
   static void widen_numbers(const Narrow* row, int columns, Element* to) {
     alignas(64) float values[kMaxHeadDim];
-    for (int j = 0; j < columns; ++j) values[j] = ScalarElements::to_float(row[j]);
+    for (int j = 0; j < columns; ++j) values[j] = to_float(row[j]);
     for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
   }
 
@@ -114,10 +114,8 @@ struct CacheRows {
     __builtin_memcpy(scales, row + Row::kScalesAt, sizeof(scales));
     const auto* const latent = reinterpret_cast<const Float8E4M3*>(row);
     const auto* const rope = reinterpret_cast<const BFloat16*>(row + Row::kRopeAt);
-    for (int j = 0; j < Row::kLatentColumns; ++j)
-      values[j] = ScalarElements::to_float(latent[j]) * scales[j / Row::kColumnsOfScale];
-    for (int j = Row::kLatentColumns; j < columns; ++j)
-      values[j] = ScalarElements::to_float(rope[j - Row::kLatentColumns]);
+    for (int j = 0; j < Row::kLatentColumns; ++j) values[j] = to_float(latent[j]) * scales[j / Row::kColumnsOfScale];
+    for (int j = Row::kLatentColumns; j < columns; ++j) values[j] = to_float(rope[j - Row::kLatentColumns]);
     for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
   }
 };

@@ -306,8 +306,7 @@ template <class Element>
 void sample_elements(const SamplingParams& params) {
   for_rows(params, [&](int32_t row, Scratch& scratch) {
     const Element* logits = static_cast<const Element*>(params.values) + row * params.row_stride;
-    for (int32_t i = 0; i < params.vocab; ++i)
-      scratch.values[static_cast<size_t>(i)] = ScalarElements::to_float(logits[i]);
+    for (int32_t i = 0; i < params.vocab; ++i) scratch.values[static_cast<size_t>(i)] = to_float(logits[i]);
     finish_row<LogitWeights>(params, row, scratch);
   });
 }
