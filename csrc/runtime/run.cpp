@@ -183,7 +183,7 @@ KvPair pages_of(const RunArguments& given) {
 
 int64_t run(const RunArguments& given) {
   Attention& attention = Attention::of(given.handle);
-  const Attention::InUse in_use(attention);
+  const std::lock_guard<Attention> in_use(attention);
   const AttentionConfig& config = attention.config();
   const DLDevice device = config.dl_device();
   if (!attention.planned()) TVM_FFI_THROW(ValueError) << "run() before a successful plan()";

@@ -7,11 +7,11 @@
 
 namespace attn::cpu {
 
-typedef float Float8 __attribute__((vector_size(32)));
-typedef uint32_t Word8 __attribute__((vector_size(32)));
-typedef uint16_t Short8 __attribute__((vector_size(16)));
+typedef float Floats8 __attribute__((vector_size(32)));
+typedef uint32_t Words8 __attribute__((vector_size(32)));
+typedef uint16_t Shorts8 __attribute__((vector_size(16)));
 
-struct Avx2 : VectorOf<Float8, Word8, Short8> {
+struct Avx2 : VectorOf<Floats8, Words8, Shorts8> {
   static constexpr int kMicroRows = 3;
   static constexpr int kMicroVectors = 4;
   static constexpr int kPanelRows = 12;

@@ -7,11 +7,11 @@
 
 namespace attn::cpu {
 
-typedef float Float16 __attribute__((vector_size(64)));
-typedef uint32_t Word16 __attribute__((vector_size(64)));
-typedef uint16_t Short16 __attribute__((vector_size(32)));
+typedef float Floats16 __attribute__((vector_size(64)));
+typedef uint32_t Words16 __attribute__((vector_size(64)));
+typedef uint16_t Shorts16 __attribute__((vector_size(32)));
 
-struct Avx512 : VectorOf<Float16, Word16, Short16> {
+struct Avx512 : VectorOf<Floats16, Words16, Shorts16> {
   static constexpr int kMicroRows = 6;  // rows x vectors of accumulators of the matrix product's inner loop
   static constexpr int kMicroVectors = 4;
   static constexpr int kPanelRows = 12;  // rows that go through scores, softmax and output together

@@ -77,11 +77,11 @@ struct VectorOf {
   }
 };
 
-typedef float Float4 __attribute__((vector_size(16)));
-typedef uint32_t Word4 __attribute__((vector_size(16)));
-typedef uint16_t Short4 __attribute__((vector_size(8)));
+typedef float Floats4 __attribute__((vector_size(16)));
+typedef uint32_t Words4 __attribute__((vector_size(16)));
+typedef uint16_t Shorts4 __attribute__((vector_size(8)));
 
-struct Baseline : VectorOf<Float4, Word4, Short4> {
+struct Baseline : VectorOf<Floats4, Words4, Shorts4> {
   static constexpr int kMicroRows = 3;
   static constexpr int kMicroVectors = 4;
   static constexpr int kPanelRows = 12;

@@ -14,7 +14,7 @@ constexpr int64_t kMinThreadedElements = 1 << 15;
 
 const SamplingLoops& loops() {
 #if defined(__x86_64__)
-  static const Isa isa = current_isa();
+  const Isa isa = current_isa();
   if (isa >= Isa::kAvx512) return kAvx512Loops;
   if (isa >= Isa::kAvx2) return kAvx2Loops;
 #endif
