@@ -3,7 +3,7 @@
 #pragma once
 
 #include "attention/variant/variants.h"
-#include "cache/kv_tensor.h"
+#include "cache/kv_cache.h"
 #include "common/math.h"
 #include "planner/schedule_reader.h"
 

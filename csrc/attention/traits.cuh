@@ -4,7 +4,7 @@
 #include "attention/head_shape.h"
 #include "attention/variant/variants.h"
 #include "common/elements.cuh"
-#include "common/type_traits.h"
+#include "common/platform.h"
 
 namespace attn {
 

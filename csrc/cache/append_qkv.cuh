@@ -4,7 +4,7 @@
 #pragma once
 
 #include "cache/elements_in_memory.cuh"
-#include "cache/qkv_params.h"
+#include "cache/params.h"
 #include "common/elements.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/warp.cuh"

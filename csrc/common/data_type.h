@@ -11,7 +11,7 @@ enum class DataType : int32_t {
   kBFloat16 = 2,
   kFloat8E4M3 = 3,  // without infinities; 0x7f and 0xff are NaN
   kFloat8E5M2 = 4,
-  kScaledLatent = 5  // bytes of rows of MLA's latents: cache/scaled_latent.h
+  kScaledLatent = 5  // bytes of rows of MLA's latents: cache/kv_cache.h
 };
 
 /// Types whose numbers are multiplied by scales: of a cache, and of Q and O used with it.

@@ -1,10 +1,10 @@
 // The element types of the tensor-core kernels.
 #pragma once
 
+#include "common/platform.h"
 #include "common/ptx/math.cuh"
 #include "common/ptx/mma.cuh"
 #include "common/ptx/types.cuh"
-#include "common/type_traits.h"
 
 namespace attn {
 
@@ -67,7 +67,7 @@ struct Float8E5M2 {
   __device__ __forceinline__ static uint32_t to_f16(uint16_t pair) { return ptx::f16_of_e5m2(pair); }
 };
 
-/// The e4m3 numbers in rows that hold more than elements (cache/scaled_latent.h).
+/// The e4m3 numbers in rows that hold more than elements (cache/kv_cache.h).
 struct ScaledLatent : Float8E4M3 {
   static constexpr bool kRowsHaveScales = true;
 };

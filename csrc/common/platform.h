@@ -24,3 +24,23 @@ using size_t = unsigned long;
 // one copy stand for another.
 #define ATTN_HD inline __attribute__((always_inline))
 #endif
+
+namespace attn {
+
+// The part of <type_traits> that device code uses: NVRTC has no such header.
+
+template <class A, class B>
+constexpr bool is_same = false;
+template <class A>
+constexpr bool is_same<A, A> = true;
+
+template <bool kCondition, class A, class B>
+struct Conditional {
+  using Type = A;
+};
+template <class A, class B>
+struct Conditional<false, A, B> {
+  using Type = B;
+};
+
+}  // namespace attn

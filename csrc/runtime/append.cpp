@@ -9,8 +9,6 @@
 #include "runtime/attention.h"
 #include "runtime/checks.h"
 #include "runtime/driver.h"
-#include "runtime/kv_scales.h"
-#include "runtime/stream.h"
 
 namespace attn {
 namespace {
@@ -177,8 +175,6 @@ void set_heads(QkvParams& params, const TensorView& q, const TensorView& k) {
   if (params.head_dim % 8 != 0) refuse("q.shape[2] (head_dim)", params.head_dim, "a multiple of 8");
 }
 
-}  // namespace
-
 /// Without `v`, `v_cache` and `slots`, k_cache is [tokens, 1, num_kv_heads, head_dim], the place of K.
 #define APPEND_QKV_ARGUMENTS(ARGUMENT)      \
   ARGUMENT(TensorView, q)                   \
@@ -215,8 +211,6 @@ ATTN_ARGUMENTS(AppendQkvArguments, APPEND_QKV_ARGUMENTS);
   ARGUMENT(Optional<TensorView>, positions)   \
   ARGUMENT(Optional<TensorView>, table)
 ATTN_ARGUMENTS(AppendKvRoundedArguments, APPEND_KV_ROUNDED_ARGUMENTS);
-
-namespace {
 
 void append_qkv(const AppendQkvArguments& given) {
   const TensorView &q = given.q, &k = given.k, &k_cache = given.k_cache;
@@ -353,6 +347,6 @@ void append_latent(TensorView latent, TensorView rope, TensorView cache, TensorV
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(load_append, attn::load_append);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_kv, attn::append_kv);
-ATTN_EXPORT_BY_NAME(append_kv_rounded, attn::AppendKvRoundedArguments, attn::append_kv_rounded);
-ATTN_EXPORT_BY_NAME(append_qkv, attn::AppendQkvArguments, attn::append_qkv);
+ATTN_EXPORT_BY_NAME(append_kv_rounded, AppendKvRoundedArguments);
+ATTN_EXPORT_BY_NAME(append_qkv, AppendQkvArguments);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_latent, attn::append_latent);

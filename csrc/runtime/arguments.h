@@ -29,10 +29,6 @@ struct Argument {
   const char* name;
 };
 
-/// The arguments of a struct, in the order of its fields: a tuple `arguments`.
-template <class Struct>
-struct ArgumentTable;
-
 /// The requirement of a type, for messages.
 template <class T>
 constexpr const char* kMustBe = nullptr;
@@ -78,7 +74,7 @@ Struct read_arguments(const std::tuple<Argument<T>...>& table, std::index_sequen
 /// Calls `function`, which takes a struct, with what Python gave.
 template <class Struct, class Result>
 void call_by_name(Result (*function)(const Struct&), const TVMFFIAny* values, int32_t count, TVMFFIAny* result) {
-  constexpr auto& table = ArgumentTable<Struct>::arguments;
+  constexpr auto& table = Struct::arguments;
   constexpr size_t kCount = std::tuple_size_v<std::remove_reference_t<decltype(table)>>;
   if (static_cast<size_t>(count) > kCount) TVM_FFI_THROW(TypeError) << count << " arguments for " << kCount;
   const Struct arguments = read_arguments<Struct>(table, std::make_index_sequence<kCount>{},
@@ -93,7 +89,7 @@ void call_by_name(Result (*function)(const Struct&), const TVMFFIAny* values, in
 template <class Struct>
 tvm::ffi::Array<tvm::ffi::String> names_of() {
   return std::apply([](const auto&... argument) { return tvm::ffi::Array<tvm::ffi::String>{argument.name...}; },
-                    ArgumentTable<Struct>::arguments);
+                    Struct::arguments);
 }
 
 }  // namespace attn
@@ -104,20 +100,17 @@ tvm::ffi::Array<tvm::ffi::String> names_of() {
 #define ATTN_ARGUMENTS(Struct, LIST)                                  \
   struct Struct {                                                     \
     LIST(ATTN_FIELD)                                                  \
-  };                                                                  \
-  template <>                                                         \
-  struct ArgumentTable<Struct> {                                      \
     static constexpr std::tuple arguments = {LIST(ATTN_TABLE_ENTRY)}; \
   }
 #define ATTN_FIELD(type, name) type name;
 #define ATTN_TABLE_ENTRY(type, name) Argument<type>{#name},
 
-/// Exports a function that takes a struct with a table under `name`, and the names in that table as `name`_arguments.
-#define ATTN_EXPORT_BY_NAME(name, Struct, function)                                                 \
+/// Exports attn::name, which takes a Struct, and the names in its table as `name`_arguments.
+#define ATTN_EXPORT_BY_NAME(name, Struct)                                                           \
   extern "C" TVM_FFI_DLL_EXPORT int __tvm_ffi_##name(void*, const TVMFFIAny* values, int32_t count, \
                                                      TVMFFIAny* result) {                           \
     TVM_FFI_SAFE_CALL_BEGIN();                                                                      \
-    attn::call_by_name<Struct>(function, values, count, result);                                    \
+    attn::call_by_name<attn::Struct>(attn::name, values, count, result);                            \
     TVM_FFI_SAFE_CALL_END();                                                                        \
   }                                                                                                 \
-  TVM_FFI_DLL_EXPORT_TYPED_FUNC(name##_arguments, attn::names_of<Struct>)
+  TVM_FFI_DLL_EXPORT_TYPED_FUNC(name##_arguments, attn::names_of<attn::Struct>)

@@ -6,7 +6,6 @@
 #include <cstring>
 
 #include "attention/cpu/executor.h"
-#include "attention/cpu/variant_module.h"
 #include "attention/merge/shape.h"
 #include "attention/variant/row_ranges.h"
 #include "planner/forest.h"
@@ -180,7 +179,7 @@ void Attention::load_attention_kernel(OutputKernels& kernels, int32_t kernel, co
 }
 
 void Attention::load_kernel(const std::string& kernel, const std::string& file) {
-  const InUse in_use(*this);
+  const std::lock_guard<Attention> in_use(*this);
   for (int32_t i = 0; i < kMaxDesignKernels && design_.kernels[i] != nullptr; ++i) {
     if (kernel == design_.kernels[i]) return load_attention_kernel(kernels_, i, file);
     if (kernel == kFloat8Out + std::string(design_.kernels[i])) return load_attention_kernel(float8_kernels_, i, file);
@@ -189,7 +188,7 @@ void Attention::load_kernel(const std::string& kernel, const std::string& file) 
 }
 
 void Attention::set_variant_params(const void* params, size_t bytes) {
-  const InUse in_use(*this);
+  const std::lock_guard<Attention> in_use(*this);
   const size_t room = VariantParams::kBytes - (has_8_bits(config_.kv_dtype) ? kScalesBytes : 0);
   if (!config_.has_variant || bytes > room)
     refuse("bytes of the variant's Params", bytes,
@@ -224,7 +223,7 @@ void Attention::set_workspace(void* schedule, void* partial_o, void* partial_lse
   row_ranges_ = static_cast<RowRange*>(row_ranges);
 }
 
-void Attention::enter() {
+void Attention::lock() {
   uintptr_t user = 0;
   const uintptr_t self = static_cast<uintptr_t>(pthread_self());
   if (user_.compare_exchange_strong(user, self, std::memory_order_acquire) || user == self) return;
@@ -233,7 +232,7 @@ void Attention::enter() {
 }
 
 void Attention::begin_plan() {
-  enter();
+  lock();
   planned_page_size_ = 0;
 }
 
@@ -242,7 +241,7 @@ void Attention::abandon_plan() {
   const uintptr_t self = static_cast<uintptr_t>(pthread_self());
   if (!user_.compare_exchange_strong(user, self, std::memory_order_acquire) && user != self) return;
   planned_page_size_ = 0;
-  leave();
+  unlock();
 }
 
 void Attention::find_row_ranges(int32_t level_number, driver::Stream stream) {
@@ -265,7 +264,7 @@ void Attention::find_row_ranges(int32_t level_number, driver::Stream stream) {
 }
 
 uint32_t Attention::plan(int32_t num_levels, bool finds_row_ranges, bool seeks_prefixes, driver::Stream stream) {
-  const InUse in_use(*this);
+  const std::lock_guard<Attention> in_use(*this);
   PlanParams& params = plan_params_;
   params.num_levels = num_levels;
   params.config = schedule_config_;
@@ -310,7 +309,7 @@ PlannedSelection Attention::planned_selection(int32_t level) const {
 }
 
 void Attention::select(const Selection& selection, int32_t num_rows, driver::Stream stream) {
-  const InUse in_use(*this);
+  const std::lock_guard<Attention> in_use(*this);
   const DLDevice device = config_.dl_device();
   if (selection.indices.has_value() && (plan_params_.num_levels != 1 || !has_slots_[0]))
     refuse("selected", "given", "None, or the plan of a BSRView.selected");

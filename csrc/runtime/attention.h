@@ -4,12 +4,13 @@
 #include <atomic>
 #include <cstdint>
 #include <map>
+#include <mutex>
 #include <string>
 
 #include "attention/cpu/kernels.h"
 #include "attention/kernel_design.h"
 #include "attention/params.h"
-#include "cache/kv_scales.h"
+#include "cache/kv_cache.h"
 #include "common/data_type.h"
 #include "planner/params.h"
 #include "runtime/driver.h"
@@ -85,27 +86,15 @@ class Attention {
   /// The object that Python knows by this handle.
   static Attention& of(int64_t handle) { return *reinterpret_cast<Attention*>(handle); }
 
-  /// The calling thread uses the object until it calls leave(); a thread that has entered may enter again. Throws
-  /// RuntimeError if another one uses it.
-  void enter();
-  void leave() { user_.store(0, std::memory_order_release); }
+  /// The calling thread uses the object until it calls unlock(); it may lock the object again before that. Throws
+  /// RuntimeError if another thread uses it.
+  void lock();
+  void unlock() { user_.store(0, std::memory_order_release); }
 
-  /// Has entered, as long as it lives.
-  class InUse {
-   public:
-    explicit InUse(Attention& attention) : attention_(attention) { attention.enter(); }
-    ~InUse() { attention_.leave(); }
-    InUse(const InUse&) = delete;
-    InUse& operator=(const InUse&) = delete;
-
-   private:
-    Attention& attention_;
-  };
-
-  /// Begins a new plan: enters, and forgets the plan before. plan() leaves.
+  /// Begins a new plan: locks, and forgets the plan before. plan() unlocks.
   void begin_plan();
 
-  /// If this thread began a plan: leaves. Forgets the plan before, unless another thread uses the object.
+  /// If this thread began a plan: unlocks. Forgets the plan before, unless another thread uses the object.
   void abandon_plan();
 
   const AttentionConfig& config() const { return config_; }

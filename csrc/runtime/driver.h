@@ -2,6 +2,8 @@
 // importing needs no driver.
 #pragma once
 
+#include <tvm/ffi/extra/c_env_api.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -71,3 +73,12 @@ int32_t max_shared_bytes(int32_t device);
 void launch(const Kernel& kernel, const Launch& shape, const void* params, Stream stream);
 
 }  // namespace attn::driver
+
+namespace attn {
+
+/// torch's current stream of a CUDA device; nullptr for a CPU.
+inline driver::Stream current_stream(DLDevice device) {
+  return device.device_type == kDLCUDA ? TVMFFIEnvGetStream(device.device_type, device.device_id) : nullptr;
+}
+
+}  // namespace attn

@@ -2,11 +2,10 @@
 #include <algorithm>
 #include <cmath>
 
-#include "attention/cpu/merge_states.h"
+#include "attention/cpu/executor.h"
 #include "runtime/arguments.h"
 #include "runtime/checks.h"
 #include "runtime/driver.h"
-#include "runtime/stream.h"
 
 namespace attn {
 namespace {
@@ -116,8 +115,6 @@ const uint8_t* mask_data(const TensorView& mask, DLDevice device, int64_t rows) 
   return static_cast<const uint8_t*>(mask.data_ptr());
 }
 
-}  // namespace
-
 /// The states of each row. With o_b and lse_b: StateForm::kTwo; with indptr: kCounted; else kOfRow.
 #define MERGE_STATES_ARGUMENTS(ARGUMENT)        \
   ARGUMENT(TensorView, o)                       \
@@ -131,8 +128,6 @@ const uint8_t* mask_data(const TensorView& mask, DLDevice device, int64_t rows) 
   ARGUMENT(Optional<TensorView>, indptr)        \
   ARGUMENT(Optional<TensorView>, mask)
 ATTN_ARGUMENTS(MergeStatesArguments, MERGE_STATES_ARGUMENTS);
-
-namespace {
 
 void merge_states(const MergeStatesArguments& given) {
   const TensorView &o = given.o, &lse = given.lse;
@@ -163,4 +158,4 @@ void merge_states(const MergeStatesArguments& given) {
 }  // namespace
 }  // namespace attn
 
-ATTN_EXPORT_BY_NAME(merge_states, attn::MergeStatesArguments, attn::merge_states);
+ATTN_EXPORT_BY_NAME(merge_states, MergeStatesArguments);

@@ -3,9 +3,10 @@
 #include "runtime/arguments.h"
 #include "runtime/attention.h"
 #include "runtime/checks.h"
-#include "runtime/stream.h"
+#include "runtime/driver.h"
 
 namespace attn {
+namespace {
 
 using tvm::ffi::Bytes;
 
@@ -21,8 +22,6 @@ using tvm::ffi::Bytes;
   ARGUMENT(Optional<TensorView>, kv_lens)       \
   ARGUMENT(Optional<TensorView>, rows) /* of the table */
 ATTN_ARGUMENTS(PlanLevelArguments, PLAN_LEVEL_ARGUMENTS);
-
-namespace {
 
 /// The dense table or the CSR table of a level; nothing for ragged K and V.
 void set_indices(PageTable& table, const TensorView& t, DLDevice device, bool is_csr, bool has_rows, int64_t batch) {
@@ -102,4 +101,4 @@ int64_t plan_level(const PlanLevelArguments& given) {
 }  // namespace
 }  // namespace attn
 
-ATTN_EXPORT_BY_NAME(plan_level, attn::PlanLevelArguments, attn::plan_level);
+ATTN_EXPORT_BY_NAME(plan_level, PlanLevelArguments);

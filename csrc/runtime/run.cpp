@@ -3,15 +3,15 @@
 #include <limits>
 #include <optional>
 
-#include "cache/scaled_latent.h"
+#include "cache/kv_cache.h"
 #include "runtime/arguments.h"
 #include "runtime/attention.h"
 #include "runtime/checks.h"
-#include "runtime/kv_scales.h"
-#include "runtime/stream.h"
+#include "runtime/driver.h"
 #include "runtime/tensor_forms.h"
 
 namespace attn {
+namespace {
 
 /// The arguments of a run. Calls may end before any argument from q_rope on.
 #define RUN_ARGUMENTS(ARGUMENT)                                                                            \
@@ -40,8 +40,6 @@ namespace attn {
   ARGUMENT(Optional<int64_t>, page_size)                                                                   \
   ARGUMENT(Optional<int64_t>, page_stride)
 ATTN_ARGUMENTS(RunArguments, RUN_ARGUMENTS);
-
-namespace {
 
 /// Refuses latents in 8 bits whose K and V differ: a GPU's kernels widen and scale them once, while they load them.
 void check_scaled_on_load(const AttentionParams& params, int64_t page_size, int64_t num_kv_heads,
@@ -185,7 +183,7 @@ KvPair pages_of(const RunArguments& given) {
 
 int64_t run(const RunArguments& given) {
   Attention& attention = Attention::of(given.handle);
-  const Attention::InUse in_use(attention);
+  const std::lock_guard<Attention> in_use(attention);
   const AttentionConfig& config = attention.config();
   const DLDevice device = config.dl_device();
   if (!attention.planned()) TVM_FFI_THROW(ValueError) << "run() before a successful plan()";
@@ -233,4 +231,4 @@ int64_t run(const RunArguments& given) {
 }  // namespace
 }  // namespace attn
 
-ATTN_EXPORT_BY_NAME(run, attn::RunArguments, attn::run);
+ATTN_EXPORT_BY_NAME(run, RunArguments);

@@ -7,7 +7,6 @@
 #include "runtime/arguments.h"
 #include "runtime/checks.h"
 #include "runtime/driver.h"
-#include "runtime/stream.h"
 #include "sampling/cpu/sampling.h"
 
 namespace attn {
@@ -191,8 +190,6 @@ void run(const SamplingParams& params, const LaunchOptions& options, bool from_p
     cpu::sample_logits(params, float_dtype("logits", values));
 }
 
-}  // namespace
-
 #define SAMPLE_ARGUMENTS(ARGUMENT)                            \
   ARGUMENT(TensorView, values) /* logits, or probabilities */ \
   ARGUMENT(bool, from_probs)                                  \
@@ -244,8 +241,6 @@ ATTN_ARGUMENTS(WriteRowsArguments, WRITE_ROWS_ARGUMENTS);
   ARGUMENT(TensorView, num_passed)      \
   ARGUMENT(TensorView, valid)
 ATTN_ARGUMENTS(SpeculateArguments, SPECULATE_ARGUMENTS);
-
-namespace {
 
 void sample(const SampleArguments& given) {
   const DLDevice device = given.values.device();
@@ -323,6 +318,6 @@ void speculate(const SpeculateArguments& given) {
 }  // namespace
 }  // namespace attn
 
-ATTN_EXPORT_BY_NAME(sample, attn::SampleArguments, attn::sample);
-ATTN_EXPORT_BY_NAME(write_rows, attn::WriteRowsArguments, attn::write_rows);
-ATTN_EXPORT_BY_NAME(speculate, attn::SpeculateArguments, attn::speculate);
+ATTN_EXPORT_BY_NAME(sample, SampleArguments);
+ATTN_EXPORT_BY_NAME(write_rows, WriteRowsArguments);
+ATTN_EXPORT_BY_NAME(speculate, SpeculateArguments);

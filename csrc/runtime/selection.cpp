@@ -6,7 +6,7 @@
 
 #include "planner/host/selection.h"
 #include "runtime/arguments.h"
-#include "runtime/stream.h"
+#include "runtime/driver.h"
 
 namespace attn {
 namespace {
@@ -21,8 +21,6 @@ void load_selection(String file, int64_t device) {
   selection_kernels[id] = &driver::loaded_kernel({file.data(), file.size()}, "selected_slots_kernel", id);
 }
 
-}  // namespace
-
 #define SELECTED_SLOTS_ARGUMENTS(ARGUMENT)    \
   ARGUMENT(TensorView, indices)               \
   ARGUMENT(TensorView, out)                   \
@@ -32,8 +30,6 @@ void load_selection(String file, int64_t device) {
   ARGUMENT(int64_t, page_size)                \
   ARGUMENT(int64_t, page_stride)
 ATTN_ARGUMENTS(SelectedSlotsArguments, SELECTED_SLOTS_ARGUMENTS);
-
-namespace {
 
 /// Packs slots into a tensor; there is no plan.
 void selected_slots(const SelectedSlotsArguments& given) {
@@ -107,4 +103,4 @@ void launch_selection(const SelectionParams& params, DLDevice device, driver::St
 }  // namespace attn
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(load_selection, attn::load_selection);
-ATTN_EXPORT_BY_NAME(selected_slots, attn::SelectedSlotsArguments, attn::selected_slots);
+ATTN_EXPORT_BY_NAME(selected_slots, SelectedSlotsArguments);

@@ -2,7 +2,12 @@
 #include "no_shared_memory.h"
 
 #include "cache/append_qkv.cuh"
-#include "cache/append_rounded.cuh"
+
+namespace attn {
+using KernelElement = BFloat16;  // of the entry of append_rounded, which is not called
+}
+
+#include "cache/append_rounded.cu"
 
 namespace {
 

@@ -1,7 +1,7 @@
-// csrc/cache/append_latent.cuh on a CPU, for ctypes: with emulated/ in the place of CUDA. CTAs run one after another.
+// csrc/cache/append_latent.cu on a CPU, for ctypes: with emulated/ in the place of CUDA. CTAs run one after another.
 #include "no_shared_memory.h"
 
-#include "cache/append_latent.cuh"
+#include "cache/append_latent.cu"
 
 namespace {
 attn::LatentParams launched;

@@ -30,7 +30,7 @@ from torch import Tensor
 from attn_backend import KVCache, Rotary, append_kv, append_mla_kv
 from attn_backend.kernels.native import values_of
 
-PLAIN, NORMED, ROUNDED = 0, 1, 3  # QkvKernel of csrc/cache/qkv_params.h
+PLAIN, NORMED, ROUNDED = 0, 1, 3  # QkvKernel of csrc/cache/params.h
 
 
 class _HeadRows(ctypes.Structure):
@@ -53,7 +53,7 @@ class _FastDivisor(ctypes.Structure):
 
 
 class _UnalignedParams(ctypes.Structure):
-    """QkvParams of csrc/cache/qkv_params.h."""
+    """QkvParams of csrc/cache/params.h."""
 
     _fields_ = (
         *((name, _HeadRows) for name in ("q", "k", "v", "q_out")),

@@ -203,14 +203,14 @@ FAULTS = (
     ),
     Fault(
         "append_qkv: positions of a table are not bounded",
-        "csrc/cache/qkv_params.h",
+        "csrc/cache/params.h",
         "clamp(position, 0, p.num_positions - 1)",
         "clamp(position, 0, p.num_positions)",
         ("tests/kernels/test_append_qkv.py",),
     ),
     Fault(
         "append_qkv: angles are rounded to a float32",
-        "csrc/cache/qkv_params.h",
+        "csrc/cache/params.h",
         "fused_multiply_add(-turns, kRest, rounding);",
         "-turns * kRest;",
         ("tests/kernels/test_append_qkv.py", "-k", "large_positions"),

@@ -37,7 +37,7 @@ CACHES = {
 
 
 class KvScale(ctypes.Structure):
-    """The struct of this name in csrc/cache/kv_scales.h."""
+    """The struct of this name in csrc/cache/kv_cache.h."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -61,7 +61,7 @@ class KvScale(ctypes.Structure):
 
 
 class AttentionScales(ctypes.Structure):
-    """The struct of this name in csrc/cache/kv_scales.h."""
+    """The struct of this name in csrc/cache/kv_cache.h."""
 
     _fields_ = (
         ("k", KvScale),
@@ -73,7 +73,7 @@ class AttentionScales(ctypes.Structure):
 
 
 class KvScales(ctypes.Structure):
-    """The struct of this name in csrc/cache/kv_scales.h."""
+    """The struct of this name in csrc/cache/kv_cache.h."""
 
     _fields_ = (("k", KvScale), ("v", KvScale), ("element", ctypes.c_int32), ("padding", ctypes.c_int32 * 3))
 

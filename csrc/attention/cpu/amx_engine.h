@@ -49,11 +49,11 @@ class AmxEngine {
   void pack_keys(const TokenRows& tokens, int begin, int end) {
     for (int token = begin; token < end; token += Isa::kWidth) {
       for (int first = 0; first < dims_.qk / 2; first += Isa::kWidth) {
-        __m512i columns[Isa::kWidth];
+        Isa::Word columns[Isa::kWidth];
         Isa::transpose_words(tokens.keys + token, int64_t{4} * first, Isa::kWidth, columns);
         float* out = s_.keys + first * kBlockTokens + token;
 #pragma GCC unroll 16
-        for (int i = 0; i < Isa::kWidth; ++i) _mm512_store_si512(out + i * kBlockTokens, columns[i]);
+        for (int i = 0; i < Isa::kWidth; ++i) Isa::store(out + i * kBlockTokens, Isa::as_float(columns[i]));
       }
     }
   }

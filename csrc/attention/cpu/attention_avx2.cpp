@@ -1,8 +1,4 @@
-#include "attention/cpu/float32_kernels.h"
+#include "attention/cpu/float32_engine.h"
 #include "common/cpu/vector_avx2.h"
 
-namespace attn::cpu {
-
-Kernels avx2_kernels(DataType dtype, bool widens) { return float32_kernels<Avx2>(dtype, widens); }
-
-}  // namespace attn::cpu
+attn::cpu::Kernels attn::cpu::avx2_kernels(DataType dtype, bool widens) { return float32_kernels<Avx2>(dtype, widens); }

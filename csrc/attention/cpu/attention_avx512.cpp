@@ -1,8 +1,6 @@
-#include "attention/cpu/float32_kernels.h"
+#include "attention/cpu/float32_engine.h"
 #include "common/cpu/vector_avx512.h"
 
-namespace attn::cpu {
-
-Kernels avx512_kernels(DataType dtype, bool widens) { return float32_kernels<Avx512>(dtype, widens); }
-
-}  // namespace attn::cpu
+attn::cpu::Kernels attn::cpu::avx512_kernels(DataType dtype, bool widens) {
+  return float32_kernels<Avx512>(dtype, widens);
+}

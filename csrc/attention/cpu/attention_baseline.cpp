@@ -1,8 +1,6 @@
-#include "attention/cpu/float32_kernels.h"
+#include "attention/cpu/float32_engine.h"
 #include "common/cpu/vector_baseline.h"
 
-namespace attn::cpu {
-
-Kernels baseline_kernels(DataType dtype, bool widens) { return float32_kernels<Baseline>(dtype, widens); }
-
-}  // namespace attn::cpu
+attn::cpu::Kernels attn::cpu::baseline_kernels(DataType dtype, bool widens) {
+  return float32_kernels<Baseline>(dtype, widens);
+}

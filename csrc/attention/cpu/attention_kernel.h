@@ -7,12 +7,10 @@
 
 #include <cmath>
 
-#include "attention/cpu/cache_rows.h"
+#include "attention/cpu/input_rows.h"
 #include "attention/cpu/kernels.h"
-#include "attention/cpu/packed_rows.h"
-#include "attention/cpu/query_rows.h"
 #include "attention/cpu/row_states.h"
-#include "attention/cpu/token_blocks.h"
+#include "attention/cpu/work_item.h"
 #include "attention/params.h"
 #include "attention/variant/kv_tokens.h"
 #include "attention/variant/score_row.h"
@@ -264,9 +262,9 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
         continue;
       }
 
-      Float largest = Isa::mul(Isa::load(scores + begin), scale);
+      Float largest = Isa::load(scores + begin) * scale;
       for (int t = begin + Isa::kWidth; t < end; t += Isa::kWidth)
-        largest = Isa::max(largest, Isa::mul(Isa::load(scores + t), scale));
+        largest = Isa::max(largest, Isa::load(scores + t) * scale);
       const float block_max = Isa::reduce_max(largest);
       float& row_max = s_.row_max[row + r];
       if (block_max > row_max + kMaxGrowth || row_max == -INFINITY) {
@@ -279,7 +277,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
       Float sum = Isa::zero();
       for (int t = begin; t < end; t += Isa::kWidth) {
         const Float p = Engine::exp2(Isa::fma(Isa::load(scores + t), scale, shift));
-        sum = Isa::add(sum, p);
+        sum += p;
         engine_.store_probabilities(buffer, r, t, p);
       }
       s_.row_sum[row + r] += Isa::reduce_add(sum);
@@ -339,8 +337,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
   void rescale(int row, float factor) {
     s_.row_sum[row] *= factor;
     float* o = s_.o + row * engine_.o_stride();
-    for (int i = 0; i < engine_.o_stride(); i += Isa::kWidth)
-      Isa::store(o + i, Isa::mul(Isa::load(o + i), Isa::splat(factor)));
+    for (int i = 0; i < engine_.o_stride(); i += Isa::kWidth) Isa::store(o + i, Isa::load(o + i) * Isa::splat(factor));
   }
 
   void write_row(int row) {
@@ -351,7 +348,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     const Float scale = Isa::splat(output_scale(end.factor, row));
     if (is_complete) {
       float o[kMaxHeadDim];
-      for (int i = 0; i < dims_.v; i += Isa::kWidth) Isa::store(o + i, Isa::mul(engine_.output(row, i), scale));
+      for (int i = 0; i < dims_.v; i += Isa::kWidth) Isa::store(o + i, engine_.output(row, i) * scale);
       write_complete_row(params_, o, dims_.v, end.lse, tile_.group, place);
     } else {
       const int64_t state = item_.partial == kRowStates
@@ -359,7 +356,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
                                 : int64_t{item_.partial} * params_.max_tile_rows + row;
       float* o = params_.partial_o + state * dims_.v;
       for (int i = 0; i < dims_.v; i += Isa::kWidth)
-        Isa::store_elements(o + i, Isa::mul(engine_.output(row, i), scale), dims_.v - i);
+        Isa::store_elements(o + i, engine_.output(row, i) * scale, dims_.v - i);
       params_.partial_lse[state] = end.lse;
     }
   }

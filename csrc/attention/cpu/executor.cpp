@@ -1,5 +1,9 @@
 #include "attention/cpu/executor.h"
 
+#include <dlfcn.h>
+#include <tvm/ffi/error.h>
+
+#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -114,6 +118,18 @@ int64_t estimate_work(const AttentionParams& params, HeadDims dims) {
 }
 
 }  // namespace
+
+Kernels load_variant(const char* file) {
+  void* const library = dlopen(file, RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) TVM_FFI_THROW(RuntimeError) << "loading " << file << ": " << dlerror();
+  const auto* const module = static_cast<const VariantModule*>(dlsym(library, "attn_variant_module"));
+  if (module == nullptr) TVM_FFI_THROW(RuntimeError) << "loading " << file << ": it holds no kernels of a variant";
+  if (std::strcmp(module->headers_digest, ATTN_HEADERS_DIGEST) != 0)
+    TVM_FFI_THROW(RuntimeError) << "loading " << file
+                                << ": it was compiled from other headers than libattn_backend.so; reinstall "
+                                   "attn-backend, whose csrc/ and lib/ do not belong together";
+  return module->kernels;
+}
 
 void run_attention(const LatentAttentionParams& given, DataType dtype, DataType kv_dtype, HeadDims dims,
                    const Kernels* variant_kernels) {

@@ -1,7 +1,8 @@
-// Executes a schedule on CPU threads, as the attention and merge kernels do on a GPU.
+// Attention on CPU threads, as the attention and merge kernels do it on a GPU.
 #pragma once
 
 #include "attention/cpu/kernels.h"
+#include "attention/merge/merge_states.h"
 #include "attention/params.h"
 #include "common/data_type.h"
 
@@ -13,5 +14,12 @@ namespace attn::cpu {
 /// the cache. `dtype`: of Q and O. `variant_kernels`: kernels that replace the standard ones; may be nullptr.
 void run_attention(const LatentAttentionParams& given, DataType dtype, DataType kv_dtype, HeadDims dims,
                    const Kernels* variant_kernels);
+
+/// The kernels in a file with a VariantModule; it stays open until the process ends. Throws RuntimeError naming the
+/// file and what is wrong with it.
+Kernels load_variant(const char* file);
+
+/// Merges attention states that lie in tensors.
+void merge_states(const MergeStatesParams& params);
 
 }  // namespace attn::cpu

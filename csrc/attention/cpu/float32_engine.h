@@ -2,6 +2,7 @@
 // by all rows of the tile.
 #pragma once
 
+#include "attention/cpu/attention_kernel.h"
 #include "attention/cpu/kernels.h"
 #include "common/math.h"
 
@@ -156,5 +157,12 @@ class Float32Engine {
   const int q_stride_;
   const int o_stride_;
 };
+
+/// The kernels of one instruction set, for every element type. Compiled once for each (attention_*.cpp).
+template <class Isa>
+Kernels float32_kernels(DataType dtype, bool widens) {
+  return visit_float(dtype,
+                     [&](auto element) { return standard_kernels<Float32Engine<Isa, decltype(element)>>(widens); });
+}
 
 }  // namespace attn::cpu

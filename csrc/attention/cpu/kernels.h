@@ -85,6 +85,14 @@ struct Kernels {
   FindRowRanges find_row_ranges;  // of a variant with a mask; else nullptr
 };
 
+/// What a shared library with the kernels of a variant has (attn_backend/jit/cubins.py compiles it when it is needed):
+/// `extern "C" const attn::cpu::VariantModule attn_variant_module`. The digest stays the first field, whatever else
+/// changes.
+struct VariantModule {
+  const char* headers_digest;  // of those that it was compiled with (attn_backend/jit/compilers.py)
+  Kernels kernels;
+};
+
 // The kernels of each instruction set for the dtype that products take. `widens`: over an 8-bit cache.
 Kernels baseline_kernels(DataType dtype, bool widens);
 Kernels avx2_kernels(DataType dtype, bool widens);

@@ -1,4 +1,4 @@
-#include "attention/cpu/merge_states.h"
+#include "attention/cpu/executor.h"
 
 #include <algorithm>
 #include <cmath>
@@ -7,7 +7,6 @@
 
 #include "common/cpu/elements.h"
 #include "common/cpu/parallel.h"
-#include "common/cpu/scalar_elements.h"
 
 namespace attn::cpu {
 namespace {
@@ -33,13 +32,11 @@ void merge_row(const MergeStatesParams& p, int32_t row, float* merged) {
       if (weight == 0.0f) continue;
       sum += weight;
       const Element* state = o + i * p.o_state_stride;
-      for (int32_t column = 0; column < p.head_dim; ++column)
-        merged[column] += weight * ScalarElements::to_float(state[column]);
+      for (int32_t column = 0; column < p.head_dim; ++column) merged[column] += weight * to_float(state[column]);
     }
     const float factor = sum > 0.0f ? 1.0f / sum : 0.0f;  // of a row that sees nothing the output is 0
     Element* out = static_cast<Element*>(p.out) + row * p.out_row_stride + head * p.out_head_stride;
-    for (int32_t column = 0; column < p.head_dim; ++column)
-      ScalarElements::from_float(factor * merged[column], out[column]);
+    for (int32_t column = 0; column < p.head_dim; ++column) from_float(factor * merged[column], out[column]);
     p.out_lse[row * p.out_lse_row_stride + head] = sum > 0.0f ? (base + std::log2(sum)) / p.to_log2 : kMinusInfinity;
   }
 }

@@ -4,11 +4,11 @@
 #include <cmath>
 
 #include "attention/cpu/kernels.h"
-#include "attention/cpu/packed_rows.h"
+#include "attention/cpu/work_item.h"
 #include "attention/params.h"
 #include "attention/variant/score_row.h"
 #include "attention/variant/variants.h"
-#include "common/cpu/scalar_elements.h"
+#include "common/cpu/elements.h"
 #include "common/math.h"
 #include "planner/schedule.h"
 
@@ -108,7 +108,7 @@ class RowStates {
     if (params.has_out_scale()) {
       const float factor = params.out_factor();
       Float8E4M3* const out = static_cast<Float8E4M3*>(params.o) + element;
-      for (int32_t i = 0; i < columns; ++i) ScalarElements::from_float(o[i] * factor, out[i]);
+      for (int32_t i = 0; i < columns; ++i) from_float(o[i] * factor, out[i]);
     } else if (params.is_mixed) {
       store_elements(o, columns, static_cast<OtherElement*>(params.o) + element);
     } else {
@@ -135,7 +135,7 @@ class RowStates {
     }
     const RowEnd end = end_row(params, largest, sum, place.qo_head, true);
     for (int i = 0; i < columns; i += Isa::kWidth)
-      Isa::store(scratch.o + i, Isa::mul(Isa::load(scratch.o + i), Isa::splat(end.factor)));
+      Isa::store(scratch.o + i, Isa::load(scratch.o + i) * Isa::splat(end.factor));
     write_complete_row(params, scratch.o, columns, end.lse, group, place);
   }
 

@@ -9,7 +9,6 @@
 #include "attention/params.h"
 #include "attention/sm80/kv_loader.cuh"
 #include "attention/sm80/shape.h"
-#include "attention/sm80/tiles.cuh"
 #include "attention/tile/dequantized_tile.cuh"
 #include "attention/tile/output.cuh"
 #include "attention/tile/row_tile.cuh"
@@ -37,12 +36,12 @@ struct WholeBlock {
   __device__ __forceinline__ static void fence_outputs() {}  // no TMA
 };
 
-/// How the warps of a CTA share a row tile and a KV tile.
+/// How the warps of a CTA share a row tile and a KV tile. With wide heads all have the same rows and tokens.
 template <int kKind, int kKvTile, bool kIsWide, bool kDequantizesInRegisters>
 struct WarpLayout {
   static constexpr bool kFourColumns = kDequantizesInRegisters;  // as in stage_rows()
-  static constexpr int kKvWarps = kKind == 0 ? 4 : kKind == 1 ? 2 : 1;
-  static constexpr int kRows = tile_rows(kKind) * kKvWarps / kWarps;  // of a warp
+  static constexpr int kKvWarps = kIsWide ? 1 : kKind == 0 ? 4 : kKind == 1 ? 2 : 1;
+  static constexpr int kRows = kIsWide ? tile_rows(kKind) : tile_rows(kKind) * kKvWarps / kWarps;  // of a warp
   static constexpr int kRowBlocks = kRows / 16;
   static constexpr int kTokens = kKvTile / kKvWarps;  // of a warp
   int32_t first_row;
@@ -50,22 +49,9 @@ struct WarpLayout {
   int32_t kv_warp;
 
   __device__ __forceinline__ explicit WarpLayout(int warp)
-      : first_row(warp / kKvWarps * kRows), first_token(warp % kKvWarps * kTokens), kv_warp(warp % kKvWarps) {}
-};
-
-/// With wide heads: all have the same rows and tokens.
-template <int kKvTile>
-struct WarpLayout<0, kKvTile, true, false> {
-  static constexpr bool kFourColumns = false;
-  static constexpr int kKvWarps = 1;
-  static constexpr int kRows = tile_rows(0);
-  static constexpr int kRowBlocks = 1;
-  static constexpr int kTokens = kKvTile;
-  static constexpr int first_row = 0;
-  static constexpr int first_token = 0;
-  static constexpr int kv_warp = 0;
-
-  __device__ __forceinline__ explicit WarpLayout(int /*warp*/) {}
+      : first_row(kIsWide ? 0 : warp / kKvWarps * kRows),
+        first_token(warp % kKvWarps * kTokens),
+        kv_warp(warp % kKvWarps) {}
 };
 
 /// Gathers the rows of Q that a row tile packs, and converts them to Element. Rows that do not exist become zeros.

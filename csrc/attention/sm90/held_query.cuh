@@ -5,8 +5,8 @@
 #include "attention/tile/warp_state.cuh"
 #include "common/elements.cuh"
 #include "common/math.h"
+#include "common/platform.h"
 #include "common/ptx/mma.cuh"
-#include "common/type_traits.h"
 
 namespace attn::sm90 {
 

@@ -7,8 +7,8 @@
 #include "attention/tile/shared_tile.cuh"
 #include "attention/variant/variants.h"
 #include "common/elements.cuh"
+#include "common/platform.h"
 #include "common/ptx/wgmma.cuh"
-#include "common/type_traits.h"
 
 namespace attn::sm90 {
 

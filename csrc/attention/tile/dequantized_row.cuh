@@ -2,7 +2,7 @@
 // tiles in shared memory leave no room for a second form.
 #pragma once
 
-#include "cache/scaled_latent.h"
+#include "cache/kv_cache.h"
 #include "common/elements.cuh"
 #include "common/math.h"
 #include "common/platform.h"

@@ -10,7 +10,7 @@
 #include "attention/variant/variants.h"
 #include "common/elements.cuh"
 #include "common/math.h"
-#include "common/type_traits.h"
+#include "common/platform.h"
 
 namespace attn {
 

@@ -33,10 +33,9 @@
 // them. Where several requests share a prefix, its tokens have no request.
 #pragma once
 
-#include "cache/kv_scales.h"
+#include "cache/kv_cache.h"
 #include "common/math.h"
 #include "common/platform.h"
-#include "common/type_traits.h"
 #include "planner/visibility.h"
 
 namespace attn {

@@ -3,8 +3,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "common/cpu/elements.h"
 #include "common/cpu/parallel.h"
-#include "common/cpu/scalar_elements.h"
 
 namespace attn::cpu {
 namespace {
@@ -32,10 +32,10 @@ void write_row(const BFloat16* latent, const BFloat16* rope, char* row) {
     const int32_t first = scale_number * Row::kColumnsOfScale;
     float largest = 0.0f;
     for (int32_t i = first; i < first + Row::kColumnsOfScale; ++i)
-      largest = std::fmax(largest, std::fabs(ScalarElements::to_float(latent[i])));
+      largest = std::fmax(largest, std::fabs(to_float(latent[i])));
     const float scale = latent_scale(largest);
     for (int32_t i = first; i < first + Row::kColumnsOfScale; ++i)
-      row[i] = static_cast<char>(e4m3_bits(ScalarElements::to_float(latent[i]) / scale));
+      row[i] = static_cast<char>(e4m3_bits(to_float(latent[i]) / scale));
     std::memcpy(row + Row::kScalesAt + scale_number * 4, &scale, sizeof(scale));
   }
   std::memcpy(row + Row::kRopeAt, rope, Row::kRopeColumns * sizeof(BFloat16));

@@ -1,9 +1,7 @@
 // What writes to the cache on CPU threads: what the kernels of csrc/cache are on a GPU.
 #pragma once
 
-#include "cache/latent_params.h"
 #include "cache/params.h"
-#include "cache/qkv_params.h"
 #include "common/data_type.h"
 
 namespace attn::cpu {

@@ -3,9 +3,9 @@
 #include <cmath>
 #include <vector>
 
+#include "common/cpu/elements.h"
 #include "common/cpu/parallel.h"
-#include "common/cpu/scalar_elements.h"
-#include "common/type_traits.h"
+#include "common/platform.h"
 
 namespace attn::cpu {
 namespace {
@@ -62,15 +62,15 @@ class TokenWriter {
         cosines_[i] = floats[at];
         sines_[i] = floats[at + half];
       } else {
-        cosines_[i] = to_float(elements + at);
-        sines_[i] = to_float(elements + at + half);
+        cosines_[i] = to_float(elements[at]);
+        sines_[i] = to_float(elements[at + half]);
       }
     }
   }
 
   void load(const HeadRows& rows, int64_t token, int64_t head) {
     const Element* from = static_cast<const Element*>(rows.data) + token * rows.token_stride + head * rows.head_stride;
-    for (size_t i = 0; i < head_.size(); ++i) head_[i] = to_float(from + i);
+    for (size_t i = 0; i < head_.size(); ++i) head_[i] = to_float(from[i]);
   }
 
   /// Norm and rotation, as far as they are asked for.
@@ -80,7 +80,7 @@ class TokenWriter {
       for (const float x : head_) sum += x * x;
       const float factor = 1.0f / std::sqrt(sum / static_cast<float>(p_.head_dim) + p_.norm_eps);
       for (size_t i = 0; i < head_.size(); ++i)
-        head_[i] *= factor * (to_float(static_cast<const Element*>(weights) + i) + p_.norm_offset);
+        head_[i] *= factor * (to_float(static_cast<const Element*>(weights)[i]) + p_.norm_offset);
     }
     if (!rotates || p_.rotary == RotaryTable::kNone) return;
     const size_t pairs = cosines_.size();
@@ -97,7 +97,7 @@ class TokenWriter {
   template <class Stored, class Change>
   void store(const void* data, int64_t at, const Change& change) {
     Stored* to = static_cast<Stored*>(const_cast<void*>(data)) + at;
-    for (size_t i = 0; i < head_.size(); ++i) ScalarElements::from_float(change(head_[i]), to[i]);
+    for (size_t i = 0; i < head_.size(); ++i) from_float(change(head_[i]), to[i]);
   }
 
   void store_cached(const KvTensor& cache, SlotPlace place, int32_t head, const KvScale& scales) {
@@ -106,7 +106,7 @@ class TokenWriter {
     const float scale = scales.of(0, head);
     const auto divide = [&](float x) { return x / scale; };
     // What exceeds the largest float16 becomes that, as on a GPU.
-    const auto limit = [](float x) { return is_same<Other, Half> ? ScalarElements::finite_half(x) : x; };
+    const auto limit = [](float x) { return is_same<Other, Half> ? finite_half(x) : x; };
     switch (p_.scales.element) {
       case DataType::kFloat32:
       case DataType::kFloat16:
@@ -120,8 +120,6 @@ class TokenWriter {
         return;  // its rows are not heads
     }
   }
-
-  static float to_float(const Element* x) { return ScalarElements::to_float(*x); }
 
   const QkvParams& p_;
   const bool converts_;  // K and V to another type

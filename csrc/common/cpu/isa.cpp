@@ -1,6 +1,6 @@
 #include "common/cpu/isa.h"
 
-#include <atomic>
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -49,7 +49,8 @@ unsigned saved_registers() {
 
 constexpr bool has_all(unsigned bits, unsigned wanted) { return (bits & wanted) == wanted; }
 
-/// From CPUID itself: __builtin_cpu_supports() needs a part of the compiler's runtime that zig's clang does not fill.
+/// The best instruction set of this machine that this build has kernels for. From CPUID itself:
+/// __builtin_cpu_supports() needs a part of the compiler's runtime that zig's clang does not fill.
 Isa detect() {
   constexpr unsigned kFma = 1u << 12, kOsXsave = 1u << 27, kAvx = 1u << 28, kF16c = 1u << 29;         // leaf 1, ecx
   constexpr unsigned kAvx2 = 1u << 5, kF = 1u << 16, kDq = 1u << 17, kBw = 1u << 30, kVl = 1u << 31;  // 7.0, ebx
@@ -83,22 +84,11 @@ Isa wanted_isa() {
   return Isa::kAmx;
 }
 
-Isa lesser(Isa a, Isa b) { return a < b ? a : b; }
-
-std::atomic<Isa>& isa_in_use() {
-  static std::atomic<Isa> isa{lesser(wanted_isa(), best_isa())};
-  return isa;
-}
-
 }  // namespace
 
-Isa best_isa() {
-  static const Isa isa = detect();
+Isa current_isa() {
+  static const Isa isa = std::min(wanted_isa(), detect());
   return isa;
 }
-
-Isa current_isa() { return isa_in_use().load(std::memory_order_relaxed); }
-
-void set_isa(Isa isa) { isa_in_use().store(lesser(isa, best_isa()), std::memory_order_relaxed); }
 
 }  // namespace attn::cpu

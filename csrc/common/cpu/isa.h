@@ -14,13 +14,7 @@ enum class Isa {
 /// Their names in ATTN_BACKEND_CPU_ISA.
 constexpr const char* kIsaNames[] = {"baseline", "avx2", "avx512", "amx"};
 
-/// The best instruction set of this machine that this build has kernels for.
-Isa best_isa();
-
-/// The instruction set in use: best_isa(), or the lesser one in ATTN_BACKEND_CPU_ISA.
+/// The instruction set in use: the best one of this machine, or the lesser one in ATTN_BACKEND_CPU_ISA.
 Isa current_isa();
-
-/// Uses `isa`, or the best there is below it.
-void set_isa(Isa isa);
 
 }  // namespace attn::cpu

@@ -5,9 +5,7 @@
 
 namespace attn::ptx {
 
-// --- mbarrier
-//
-// mbarrier: barriers in shared memory that count arrivals of threads and bytes of copies, in phases of alternating
+// --- mbarrier: barriers in shared memory that count arrivals of threads and bytes of copies, in phases of alternating
 // parity.
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
@@ -73,9 +71,7 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
 /// its stores to global memory.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// --- bar
-//
-// bar: barriers among some of a CTA's warps. __syncthreads() has number 0.
+// --- bar: barriers among some of a CTA's warps. __syncthreads() has number 0.
 
 /// Waits for `threads` threads, whole warps. Their earlier writes are visible after it.
 __device__ __forceinline__ void barrier_sync(int32_t barrier, int32_t threads) {

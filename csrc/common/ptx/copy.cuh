@@ -7,9 +7,8 @@
 
 namespace attn::ptx {
 
-// --- cp.async
-//
-// cp.async: copies from global to shared memory that bypass registers, completed in the order of their commit groups.
+// --- cp.async: copies from global to shared memory that bypass registers, completed in the order of their commit
+// groups.
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -40,9 +39,7 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// --- TMA
-//
-// cp.async.bulk.tensor: TMA loads a box of a tensor into shared memory. One thread issues it; an mbarrier counts
+// --- cp.async.bulk.tensor: TMA loads a box of a tensor into shared memory. One thread issues it; an mbarrier counts
 // its bytes.
 
 __device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
@@ -72,9 +69,7 @@ __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.comm
 /// Waits until this thread's stores have read shared memory.
 __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-// --- prefetch
-//
-// prefetch: brings global memory to L2. Nothing waits for it.
+// --- prefetch: brings global memory to L2. Nothing waits for it.
 
 /// A line, which is evicted last.
 __device__ __forceinline__ void prefetch_to_l2(const char* address) {

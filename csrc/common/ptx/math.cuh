@@ -1,14 +1,12 @@
 // Approximate functions, and conversions.
 #pragma once
 
-#include "common/float8.h"
+#include "common/math.h"
 #include "common/platform.h"
 
 namespace attn::ptx {
 
-// --- functions and pairs
-//
-// Approximate functions of the special function unit, and conversion of pairs.
+// --- approximate functions of the special function unit, and conversion of pairs
 
 /// 2^x; 0 for -inf.
 __device__ __forceinline__ float ex2(float x) {
@@ -67,9 +65,7 @@ __device__ __forceinline__ const char* advanced(const char* base, uint32_t count
   return pointer;
 }
 
-// --- 8-bit numbers
-//
-// Conversion of pairs of 8-bit floating-point numbers to f16. All of them are f16 numbers, too.
+// --- conversion of pairs of 8-bit floating-point numbers to f16. All of them are f16 numbers, too.
 
 /// Two e4m3 numbers, the first in the lower byte.
 __device__ __forceinline__ uint32_t f16_of_e4m3(uint16_t pair) {

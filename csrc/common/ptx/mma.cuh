@@ -5,9 +5,7 @@
 
 namespace attn::ptx {
 
-// --- mma.sync
-//
-// mma.sync m16n8k16, float32 accumulators.
+// --- mma.sync m16n8k16, float32 accumulators
 //
 // Lane (g, t) = (lane / 4, lane % 4) holds
 // - of A (16 x 16): in a[0] row g, columns 2t and 2t + 1; in a[1] row g + 8; in a[2] row g, columns 2t + 8 and 2t + 9;
@@ -31,9 +29,8 @@ __device__ __forceinline__ void mma_f16(float (&c)[4], const uint32_t (&a)[4], u
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// --- ldmatrix, stmatrix
-//
-// ldmatrix, stmatrix: four 8x8 matrices of 16-bit elements from shared memory into the fragments of a warp, and back.
+// --- ldmatrix, stmatrix: four 8x8 matrices of 16-bit elements from shared memory into the fragments of a warp, and
+// back.
 //
 // Lane i gives the address of row i % 8 of matrix i / 8. Lane (g, t) = (i / 4, i % 4) receives elements 2t and 2t+1 of
 // row g of each matrix; of column g if transposed.

@@ -5,28 +5,17 @@
 
 namespace attn::ptx {
 
-// --- element types
-//
-// The types that tensor cores multiply.
-
+/// The types that tensor cores multiply.
 enum class MmaType { kFloat16, kBFloat16, kFloat8E4M3 };
 
-// --- L2 cache policy
-//
-// How long the L2 cache keeps what a copy reads.
-
-/// The values that createpolicy makes, for all lines of a copy.
+/// How long the L2 cache keeps what a copy reads: the values that createpolicy makes, for all lines of a copy.
 enum CachePolicy : uint64_t {
   kKeepNormally = 0x1000000000000000,  // evict_normal
   kEvictFirst = 0x12f0000000000000,
 };
 
-// --- matrix descriptors
-//
-// The descriptors by which wgmma finds matrices in shared memory.
-
-/// A matrix in shared memory: rows of 128 bytes, whose chunks are permuted in groups of 8 rows that follow one another.
-/// Only the lower half of its descriptor varies.
+/// A matrix in shared memory, as wgmma finds it: rows of 128 bytes, whose chunks are permuted in groups of 8 rows that
+/// follow one another. Only the lower half of its descriptor varies.
 struct MatrixDescriptor {
   uint32_t low;
 

@@ -5,9 +5,7 @@
 
 namespace attn::ptx {
 
-// --- reductions and scans
-//
-// Reductions and scans of a warp, all lanes taking part.
+// --- reductions and scans of a warp, all lanes taking part
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
@@ -74,9 +72,7 @@ __device__ __forceinline__ float max_nan(float a, float b) {
   return result;
 }
 
-// --- special registers
-//
-// Special registers, read where they are used: a copy of threadIdx.x that lives through a whole kernel costs a
+// --- special registers, read where they are used: a copy of threadIdx.x that lives through a whole kernel costs a
 // register.
 
 __device__ __forceinline__ int lane_id() {
@@ -108,9 +104,7 @@ __device__ __forceinline__ uint32_t block_id() {
   return block;
 }
 
-// --- global timer
-//
-// The clock that all multiprocessors share.
+// --- the clock that all multiprocessors share
 
 /// Nanoseconds. It moves in steps, of 32 ns on Hopper, and never back.
 __device__ __forceinline__ uint64_t global_timer() {
@@ -122,9 +116,7 @@ __device__ __forceinline__ uint64_t global_timer() {
 /// The longest that a CTA waits for another one: far longer than any launch takes, even under a sanitizer.
 constexpr uint64_t kMaxWait = 4'000'000'000;
 
-// --- registers
-//
-// Registers: setmaxnreg, which moves them between the warpgroups of a CTA; numbers that are to stay in one.
+// --- setmaxnreg, which moves them between the warpgroups of a CTA; numbers that are to stay in one.
 
 /// Keeps a number that is cheap to compute: otherwise the compiler computes it again wherever it is used.
 __device__ __forceinline__ void keep(uint32_t& number) { asm volatile("" : "+r"(number)); }
@@ -139,9 +131,7 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// --- static shared memory
-//
-// Shared memory whose size a kernel knows itself.
+// --- shared memory whose size a kernel knows itself
 
 /// kBytes of static shared memory, in addition to a launch's dynamic one: every call in a kernel returns the same
 /// bytes.

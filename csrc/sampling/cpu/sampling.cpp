@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <vector>
 
+#include "common/cpu/elements.h"
 #include "common/cpu/isa.h"
 #include "common/cpu/parallel.h"
-#include "common/cpu/scalar_elements.h"
 
 namespace attn::cpu {
 namespace {
@@ -14,7 +14,7 @@ constexpr int64_t kMinThreadedElements = 1 << 15;
 
 const SamplingLoops& loops() {
 #if defined(__x86_64__)
-  static const Isa isa = current_isa();
+  const Isa isa = current_isa();
   if (isa >= Isa::kAvx512) return kAvx512Loops;
   if (isa >= Isa::kAvx2) return kAvx2Loops;
 #endif
@@ -306,8 +306,7 @@ template <class Element>
 void sample_elements(const SamplingParams& params) {
   for_rows(params, [&](int32_t row, Scratch& scratch) {
     const Element* logits = static_cast<const Element*>(params.values) + row * params.row_stride;
-    for (int32_t i = 0; i < params.vocab; ++i)
-      scratch.values[static_cast<size_t>(i)] = ScalarElements::to_float(logits[i]);
+    for (int32_t i = 0; i < params.vocab; ++i) scratch.values[static_cast<size_t>(i)] = to_float(logits[i]);
     finish_row<LogitWeights>(params, row, scratch);
   });
 }

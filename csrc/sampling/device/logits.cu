@@ -1,7 +1,7 @@
 // The entries of the sampling kernels that read logits. The source that includes this file defines
 // attn::KernelElement, of the logits.
 
-#include "common/type_traits.h"
+#include "common/platform.h"
 #include "sampling/device/filtered.cuh"
 #include "sampling/device/unfiltered.cuh"
 #include "sampling/device/write_rows.cuh"

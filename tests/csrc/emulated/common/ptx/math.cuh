@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "common/cpu/scalar_elements.h"
+#include "common/cpu/elements.h"
 #include "cuda_emulation.h"
 
 namespace attn::ptx {
@@ -39,9 +39,7 @@ inline const char* advanced(const char* base, uint32_t count, uint32_t bytes) {
 
 template <class Float8>
 uint32_t f16_of_pair(uint16_t pair) {
-  const auto wide = [](uint32_t byte) {
-    return f16_of(cpu::ScalarElements::to_float(Float8{static_cast<uint8_t>(byte)}));
-  };
+  const auto wide = [](uint32_t byte) { return f16_of(cpu::to_float(Float8{static_cast<uint8_t>(byte)})); };
   return wide(pair & 0xff) | wide(pair >> 8) << 16;
 }
 

@@ -6,7 +6,7 @@
 #include <list>
 #include <vector>
 
-#include "common/cpu/scalar_elements.h"
+#include "common/cpu/elements.h"
 #include "common/ptx/mma.cuh"
 #include "common/ptx/shared_address.h"
 #include "common/ptx/types.cuh"
@@ -283,9 +283,7 @@ void issue_product(const emulation::Words* lanes, void (*load)(const Product&, F
 
 constexpr int kFloat8Depth = 32;
 
-inline float e4m3_element(uint32_t byte) {
-  return cpu::ScalarElements::to_float(cpu::Float8E4M3{static_cast<uint8_t>(byte)});
-}
+inline float e4m3_element(uint32_t byte) { return cpu::to_float(cpu::Float8E4M3{static_cast<uint8_t>(byte)}); }
 
 /// Sixteen elements; of what is not visible, NaN.
 inline void load_float8_chunk(const char* chunk, float* to, int step) {

@@ -1,14 +1,15 @@
-// Rows of Q and of the cache on their way into the kernel: transformed by a variant, or widened from 8 bits.
+// Rows of Q and of the cache on their way into the kernel: transformed by a variant, or in another type.
 #pragma once
 
 #include "attention/cpu/kernels.h"
+#include "attention/cpu/work_item.h"
+#include "attention/params.h"
 #include "attention/variant/kv_tokens.h"
 #include "attention/variant/variants.h"
-#include "cache/scaled_latent.h"
+#include "cache/kv_cache.h"
 #include "common/cpu/elements.h"
-#include "common/cpu/scalar_elements.h"
 #include "common/data_type.h"
-#include "common/type_traits.h"
+#include "common/platform.h"
 #include "planner/schedule.h"
 
 namespace attn::cpu {
@@ -82,7 +83,7 @@ struct CacheRows {
     alignas(64) float values[kMaxHeadDim];
     for (int j = 0; j < columns; j += Isa::kWidth) Isa::store(values + j, Isa::load_elements(row + j, columns - j));
     if constexpr (is_same<Element, Half>) {
-      for (int j = 0; j < columns; ++j) values[j] = ScalarElements::finite_half(values[j]);
+      for (int j = 0; j < columns; ++j) values[j] = finite_half(values[j]);
     }
     for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
   }
@@ -101,7 +102,7 @@ struct CacheRows {
   template <class Narrow>
   static void widen_numbers(const Narrow* row, int columns, Element* to) {
     alignas(64) float values[kMaxHeadDim];
-    for (int j = 0; j < columns; ++j) values[j] = ScalarElements::to_float(row[j]);
+    for (int j = 0; j < columns; ++j) values[j] = to_float(row[j]);
     for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
   }
 
@@ -113,11 +114,51 @@ struct CacheRows {
     __builtin_memcpy(scales, row + Row::kScalesAt, sizeof(scales));
     const auto* const latent = reinterpret_cast<const Float8E4M3*>(row);
     const auto* const rope = reinterpret_cast<const BFloat16*>(row + Row::kRopeAt);
-    for (int j = 0; j < Row::kLatentColumns; ++j)
-      values[j] = ScalarElements::to_float(latent[j]) * scales[j / Row::kColumnsOfScale];
-    for (int j = Row::kLatentColumns; j < columns; ++j)
-      values[j] = ScalarElements::to_float(rope[j - Row::kLatentColumns]);
+    for (int j = 0; j < Row::kLatentColumns; ++j) values[j] = to_float(latent[j]) * scales[j / Row::kColumnsOfScale];
+    for (int j = Row::kLatentColumns; j < columns; ++j) values[j] = to_float(rope[j - Row::kLatentColumns]);
     for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
+  }
+};
+
+/// Rows of Q as the kernel takes them: of one piece, and in the type of the products.
+template <class Isa, class Element, class Variant>
+struct QueryRows {
+  using Rows = CacheRows<Isa, Element>;
+  const CpuAttentionParams& params;
+  HeadDims dims;
+  const Variant& variant;
+
+  /// A row of Q. It is put together in `made` if it has two parts or another type.
+  const Element* row(const PackedRow& place, Element* made) const {
+    const QueryPart q{params.q, params.q_row_stride, params.q_head_stride};
+    const QueryPart& rope = params.q_rope;
+    if (rope.data == nullptr) return columns_of(q, place, dims.qk, made);
+    const Element* const latent = columns_of(q, place, dims.v, made);
+    if (latent != made) __builtin_memcpy(made, latent, sizeof(Element) * static_cast<unsigned>(dims.v));
+    Element* const after_latent = made + dims.v;
+    const int columns = dims.qk - dims.v;
+    const Element* const rotated = columns_of(rope, place, columns, after_latent);
+    if (rotated != after_latent)
+      __builtin_memcpy(after_latent, rotated, sizeof(Element) * static_cast<unsigned>(columns));
+    return made;
+  }
+
+ private:
+  /// Columns of a row of Q, converted in `made` if they have another type.
+  const Element* columns_of(const QueryPart& part, const PackedRow& place, int columns, Element* made) const {
+    const int64_t element = place.row * part.row_stride + place.qo_head * part.head_stride;
+    if constexpr (Variant::kHasScales) {
+      if (has_8_bits(variant.scales.q_element)) {
+        const uint8_t* const bytes = static_cast<const uint8_t*>(part.data) + element;
+        Rows::widen_row(bytes, variant.scales.q_element, columns, made);
+        return made;
+      }
+    }
+    if (params.is_mixed) {
+      Rows::convert_row(static_cast<const typename OtherElementOf<Element>::Type*>(part.data) + element, columns, made);
+      return made;
+    }
+    return static_cast<const Element*>(part.data) + element;
   }
 };
 
