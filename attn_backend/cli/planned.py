@@ -79,7 +79,7 @@ def _from_queue(schedule: Schedule, num_kv_heads: int, head_cost: torch.Tensor) 
 
     Pairs are ordered by group; in a group the last row tile comes first; in a row tile by head. The CTAs take
     the first pairs in order, the next ones in reverse order. Then each CTA requests its next pair when it
-    starts one (WorkQueue in csrc/attention/sm90/feed/work_queue.cuh).
+    starts one (WorkQueue in csrc/attention/feed/work_queue.cuh).
     """
     tiles = defaultdict(list)
     for tile, group in enumerate(schedule.of_tiles("group").tolist()):

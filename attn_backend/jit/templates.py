@@ -24,9 +24,9 @@ SM90_ATTENTION = Template("""\
 #include "attention/sm90/attention.cuh"
 
 namespace attn {
-using KernelTraits = $traits;
+using KernelTraits = sm90::HopperTraits<$traits>;
 template <class Traits>
-using KernelCopier = sm90::$copier<Traits>;
+using KernelCopier = feed::$copier<Traits>;
 }  // namespace attn
 
 #include "attention/sm90/attention.cu"

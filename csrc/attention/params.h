@@ -9,7 +9,7 @@
 
 namespace attn {
 
-/// First what a CTA reads before its first load of K, up to `q` (HopperParams).
+/// First what a CTA reads before its first load of K, up to `q` (TmaParams).
 struct AttentionParams {
   Schedule schedule;
   FastDivisor group_size;

@@ -47,7 +47,7 @@ attn::LatentAttentionParams make_params(int32_t page_size, int32_t group_size) {
 
 struct Launched {
   int32_t kernel;
-  attn::HopperParams params;
+  attn::TmaParams params;
 };
 
 Launched launch_sm90(const attn::LatentAttentionParams& params, bool is_ragged, attn::HeadDims dims = kHeadDim,
@@ -62,7 +62,7 @@ Launched launch_sm90(const attn::LatentAttentionParams& params, bool is_ragged, 
   attn::KernelArguments arguments;
   encoded.clear();
   const int32_t kernel = attn::sm90::kDesign.make_arguments(params, context, arguments);
-  return {kernel, *reinterpret_cast<const attn::HopperParams*>(arguments.bytes)};
+  return {kernel, *reinterpret_cast<const attn::TmaParams*>(arguments.bytes)};
 }
 
 void check_caches() {
@@ -93,20 +93,20 @@ void check_caches() {
 }
 
 void check_rows() {
-  const attn::HopperParams four = launch_sm90(make_params(16, 4), false).params;
+  const attn::TmaParams four = launch_sm90(make_params(16, 4), false).params;
   expect_equal(four.has_row_maps, 1, "row maps of groups of 4");
   expect_equal(four.has_one_row_map, 1, "map of one row");
   expect_equal(encoded[0].box[2], 32, "rows of a box of Q");
   expect_equal(encoded[1].box[2], 4, "rows of a box of O");
   expect_equal(encoded[2].box[2], 1, "rows of a box of one row");
   expect_equal(static_cast<int64_t>(encoded[0].sizes[1]), 4 * kKvHeads, "query heads");
-  const attn::HopperParams six = launch_sm90(make_params(16, 6), false).params;
+  const attn::TmaParams six = launch_sm90(make_params(16, 6), false).params;
   expect_equal(six.has_row_maps, 0, "row maps of groups of 6");
   expect_equal(six.has_one_row_map, 1, "map of one row");
 }
 
 void check_float8() {
-  const attn::HopperParams made =
+  const attn::TmaParams made =
       launch_sm90(make_params(16, 4), false, kHeadDim, attn::DataType::kFloat8E4M3, attn::DataType::kFloat8E4M3).params;
   expect_equal(made.has_row_maps + made.has_one_row_map, 2, "row maps of Q in 8 bits");
   const int64_t columns[] = {128, 64, 128, 128, 128};  // of Q, O, Q by rows, K and V: of 128 bytes each
@@ -116,14 +116,14 @@ void check_float8() {
 
 void check_widths() {
   attn::LatentAttentionParams params = make_params(16, 4);
-  const attn::HopperParams one_tensor = launch_sm90(params, false, attn::HeadDims(576, 512)).params;
+  const attn::TmaParams one_tensor = launch_sm90(params, false, attn::HeadDims(576, 512)).params;
   expect_equal(one_tensor.v_is_k, 1, "V in K's bytes");
   const int64_t columns[] = {512, 64, 512, 512, 64, 576, 512};  // of Q's parts, O, Q's parts by rows, K and V
   for (size_t i = 0; i < 7; ++i) expect_equal(static_cast<int64_t>(encoded[i].sizes[0]), columns[i], "columns");
   expect_equal(encoded[0].box[2], 16, "rows of a box of Q");
   expect_equal(encoded[1].box[2], 16, "rows of a box of Q's last columns");
   expect_equal(encoded[6].box[1], 16, "tokens of a box");
-  const attn::HopperParams many = launch_sm90(make_params(16, 128), false, attn::HeadDims(576, 512)).params;
+  const attn::TmaParams many = launch_sm90(make_params(16, 128), false, attn::HeadDims(576, 512)).params;
   expect_equal(many.has_row_maps, 1, "row maps of half a group of 128");
   expect_equal(encoded[0].box[1], 64, "heads of a box of Q");
   expect_equal(encoded[0].box[2], 1, "rows of a box of Q");

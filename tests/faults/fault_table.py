@@ -49,14 +49,14 @@ FAULTS = (
     ),
     Fault(
         "Hopper: pairs copy rows that are not fenced",
-        "csrc/attention/sm90/feed/dequantizing_copier.cuh",
+        "csrc/attention/feed/dequantizing_copier.cuh",
         "    ptx::fence_async_proxy();\n    if constexpr (kCtas == 1) {",
         "    if constexpr (kCtas == 1) ptx::fence_async_proxy();\n    if constexpr (kCtas == 1) {",
         ("tests/csrc/test_latent_kernels.py", "-k", "pairs_of_ctas"),
     ),
     Fault(
         "Hopper: a slot of a pair is free when one CTA has freed it",
-        "csrc/attention/sm90/feed/shared_memory.cuh",
+        "csrc/attention/feed/shared_memory.cuh",
         "(kIsWide ? kWarpgroupThreads / 32 : kConsumerWarps) * cluster_ctas());",
         "kIsWide ? kWarpgroupThreads / 32 : kConsumerWarps);",
         ("tests/csrc/test_latent_kernels.py", "-k", "pairs_of_ctas"),
@@ -378,14 +378,14 @@ FAULTS = (
     ),
     Fault(
         "Hopper kernel: another swizzle",
-        "csrc/attention/sm90/tiles.cuh",
+        "csrc/attention/feed/tiles.cuh",
         "(((chunk & 7) ^ (row & 7)) << 4)",
         "(((chunk & 7) ^ (row & 3)) << 4)",
         (ATTENTION, "-k", "random_cases and hopper"),
     ),
     Fault(
         "Hopper kernel: a barrier for too many warps",
-        "csrc/attention/sm90/feed/shared_memory.cuh",
+        "csrc/attention/feed/shared_memory.cuh",
         "ptx::mbarrier_init(q_free(stage), kConsumerWarps);",
         "ptx::mbarrier_init(q_free(stage), kConsumerWarps + 1);",
         (ATTENTION, "-k", "every_kind and hopper"),
@@ -811,7 +811,7 @@ FAULTS = (
     ),
     Fault(
         "MLA: gathered, the rotated part of Q is that of the latent",
-        "csrc/attention/sm90/feed/query_loader.cuh",
+        "csrc/attention/feed/query_loader.cuh",
         "is_rope ? params.q_rope.data : attention.q",
         "attention.q",
         ("tests/csrc/test_latent_kernels.py", "-k", "parts_of_q and hopper"),
@@ -916,7 +916,7 @@ FAULTS = (
     ),
     Fault(
         "latents: the producer's writes are not fenced",
-        "csrc/attention/sm90/feed/dequantizing_copier.cuh",
+        "csrc/attention/feed/dequantizing_copier.cuh",
         "    ptx::fence_async_proxy();\n",
         "",
         ("tests/csrc/test_latent_kernels.py", "-k", "hopper"),

@@ -1,11 +1,11 @@
-// The entry of the Hopper attention kernel. The source that includes this file defines attn::KernelTraits (Traits) and
-// attn::KernelCopier (sm90::BoxCopier, RowCopier or DequantizingCopier).
+// The entry of the Hopper attention kernel. The source that includes this file defines attn::KernelTraits
+// (HopperTraits) and attn::KernelCopier (feed::BoxCopier, RowCopier or DequantizingCopier).
 
 #include "attention/sm90/attention.cuh"
 #include "common/kernel_code.cuh"
 
-extern "C" __global__ void __launch_bounds__(attn::sm90::kTuning<attn::KernelTraits>.cta_threads(), 1)
-    attention_kernel(const __grid_constant__ attn::sm90::ParamsOf<attn::KernelTraits> params) {
+extern "C" __global__ void __launch_bounds__(attn::KernelTraits::kTuning.cta_threads(), 1)
+    attention_kernel(const __grid_constant__ attn::KernelTraits::Params params) {
   attn::sm90::attention<attn::KernelTraits, attn::KernelCopier>(params);
 }
 

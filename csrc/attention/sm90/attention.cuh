@@ -12,12 +12,12 @@
 // its product), scores.cuh (from products to probabilities) and output.cuh. docs/kernels.md has pictures.
 #pragma once
 
+#include "attention/feed/params.h"
+#include "attention/feed/producer.cuh"
+#include "attention/feed/shared_memory.cuh"
 #include "attention/sm90/consumer.cuh"
 #include "attention/sm90/decode.cuh"
-#include "attention/sm90/feed/producer.cuh"
-#include "attention/sm90/feed/shared_memory.cuh"
 #include "attention/sm90/float8_prefill.cuh"
-#include "attention/sm90/params.h"
 #include "attention/sm90/prefill.cuh"
 #include "attention/sm90/shape.h"
 #include "attention/sm90/wide.cuh"
@@ -57,20 +57,20 @@ __device__ __forceinline__ bool multiplies(const WorkItem& item) {
 
 /// Computes all work items of the CTA, by the consumer warpgroups.
 template <class Traits>
-__device__ __forceinline__ void consume(const HopperParams& params, const SharedMemory<Traits>& shared) {
+__device__ __forceinline__ void consume(const TmaParams& params, const SharedMemory<Traits>& shared) {
   KvRing<Traits> ring{shared};
   if constexpr (is_wide(Traits::Shape::kDims)) {
     Wide<Traits> wide{params, ring};
     if (wide.is_scorer()) {
-      ptx::give_registers<kTuning<Traits>.scorer_registers()>();
+      ptx::give_registers<scorer_registers(Traits::kTuning)>();
       for (WorkItems<Traits> items(shared); items.any(); items.next()) wide.score(items.item());
     } else {
       ptx::take_registers<kMultiplierRegisters>();
       for (WorkItems<Traits> items(shared); items.any(); items.next()) wide.multiply(items.item());
     }
   } else {
-    using LargeTiles = typename Conditional<kMultipliesFloat8<Traits>, Float8Prefill<Traits>, Prefill<Traits>>::Type;
-    ptx::take_registers<kTuning<Traits>.consumer_registers()>();
+    using LargeTiles = typename Conditional<Traits::kMultipliesFloat8, Float8Prefill<Traits>, Prefill<Traits>>::Type;
+    ptx::take_registers<Traits::kTuning.consumer_registers()>();
     Decode<Traits> decode{params.attention, ring};
     LargeTiles prefill{params, ring};
     for (WorkItems<Traits> items(shared); items.any(); items.next()) {
@@ -87,10 +87,10 @@ __device__ __forceinline__ void consume(const HopperParams& params, const Shared
 
 /// `Copier`: BoxCopier, or RowCopier for caches that TMA cannot load box by box.
 template <class Traits, template <class> class Copier>
-__device__ __forceinline__ void attention(const ParamsOf<Traits>& params) {
+__device__ __forceinline__ void attention(const typename Traits::Params& params) {
   extern __shared__ __align__(1024) char memory[];
   using Shared = SharedMemory<Traits>;
-  const Shared shared(kMayBeCluster<Traits> ? ptx::own_shared(memory) : memory);
+  const Shared shared(Traits::kMayBeCluster ? ptx::own_shared(memory) : memory);
   if (threadIdx.x >= kProducerThreads) {  // the consumers have nothing to compute yet
     prefetch_code(params.code, threadIdx.x - kProducerThreads);
     prefetch_code(params.merge_code, threadIdx.x - kProducerThreads);
@@ -126,8 +126,8 @@ __device__ __forceinline__ void attention(const ParamsOf<Traits>& params) {
   if (in_cluster) ptx::cluster_wait();  // for the barriers of both CTAs
 
   if (threadIdx.x < kProducerThreads) {
-    ptx::give_registers<kTuning<Traits>.producer_registers>();
-    if constexpr (kMayBeCluster<Traits>) {
+    ptx::give_registers<Traits::kTuning.producer_registers>();
+    if constexpr (Traits::kMayBeCluster) {
       if (in_cluster) return produce<Traits, DequantizingCopier<Traits, 2>>(params, shared, cursor);
     }
     produce<Traits, Copier<Traits>>(params, shared, cursor);

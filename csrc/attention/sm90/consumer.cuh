@@ -1,10 +1,10 @@
 // The consumers' threads, their place in the ring of K and V tiles, and their way through the KV tiles of an item.
 #pragma once
 
-#include "attention/sm90/feed/shared_memory.cuh"
-#include "attention/sm90/feed/work_item.cuh"
+#include "attention/feed/shared_memory.cuh"
+#include "attention/feed/work_item.cuh"
 #include "attention/sm90/shape.h"
-#include "attention/sm90/tiles.cuh"
+#include "attention/sm90/traits.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/copy.cuh"
 #include "common/ptx/warp.cuh"
@@ -28,7 +28,7 @@ struct Consumers {
 /// Whether this warpgroup is one of them.
 template <class Traits>
 __device__ __forceinline__ bool is_sharing() {
-  return !kTuning<Traits>.has_third_consumer || warpgroup() < 2;
+  return !Traits::kTuning.has_third_consumer || warpgroup() < 2;
 }
 
 __device__ __forceinline__ void sync_warpgroup() {
@@ -71,8 +71,8 @@ struct KvRing {
 template <class Traits>
 struct KvWalk {
   static constexpr bool kSkips = Traits::Variant::kSkipsTiles;
-  static constexpr bool kLastFirst = kTakesLastFirst<Traits>;
-  static constexpr int kTokens = kTuning<Traits>.kv_tile;
+  static constexpr bool kLastFirst = Traits::kTakesLastFirst;
+  static constexpr int kTokens = Traits::kTuning.kv_tile;
   static constexpr int kStep = kLastFirst ? -kTokens : kTokens;  // from KV tile to KV tile
 
   __device__ __forceinline__ static KvTileStart first(const AttentionParams& params, const WorkItem& item) {

@@ -12,7 +12,7 @@
 #include "attention/sm90/output.cuh"
 #include "attention/sm90/prepared_tiles.cuh"
 #include "attention/sm90/scores.cuh"
-#include "attention/sm90/tiles.cuh"
+#include "attention/sm90/traits.cuh"
 #include "attention/tile/dequantized_tile.cuh"
 #include "attention/tile/warp_state.cuh"
 
@@ -20,9 +20,9 @@ namespace attn::sm90 {
 
 template <class Traits>
 struct DecodeSwitches {
-  static constexpr bool kUsesSoftmax = Traits::Variant::kUsesSoftmax;   // all variants but those with custom weights
-  static constexpr bool kSkipsTiles = Traits::Variant::kSkipsTiles;     // variants with sparse masks
-  static constexpr bool kRewritesQuery = sm90::kRewritesQuery<Traits>;  // Q hooks, Q of another 16-bit type
+  static constexpr bool kUsesSoftmax = Traits::Variant::kUsesSoftmax;  // all variants but those with custom weights
+  static constexpr bool kSkipsTiles = Traits::Variant::kSkipsTiles;    // variants with sparse masks
+  static constexpr bool kRewritesQuery = Traits::kRewritesQuery;       // Q hooks, Q of another 16-bit type
   static constexpr bool kDequantizesInRegisters = Traits::kDequantizesInRegisters;  // 8-bit caches
   static constexpr bool kDequantizesInTiles =
       Traits::kDequantizesInTiles;  // 8-bit caches, if a variant transforms K or V
@@ -40,10 +40,10 @@ struct Decode {
   using Query = QTile<Traits>;
   using Keys = typename Conditional<Switches::kDequantizesInTiles, WgmmaKTile<Traits>, KTile<Traits>>::Type;
   using Values = typename Conditional<Switches::kDequantizesInTiles, WgmmaVTile<Traits>, VTile<Traits>>::Type;
-  using Held = HeldQuery<Element, Query, Traits::Shape::kQkMultiplied, kVColumns<Traits>>;
+  using Held = HeldQuery<Element, Query, Traits::Shape::kQkMultiplied, Traits::kVColumns>;
   using State =
       WarpState<typename Conditional<Switches::kDequantizesInRegisters, typename Held::Multiplied, Element>::Type,
-                kVColumns<Traits>, 1>;
+                Traits::kVColumns, 1>;
   static constexpr int kQkColumns = Traits::Shape::kQkMultiplied;
   static constexpr int kParts = Shared::kParts;
   static constexpr int kTokens = Shared::kPartTokens / 4;  // of a KV tile, that a warp takes
@@ -169,7 +169,7 @@ struct Decode {
       __syncwarp();
     }
     if constexpr (Transform::kExists) {
-      constexpr int kRowsAtOnce = Switches::kDequantizesInTiles && !leaves_registers(kVColumns<Traits>) ? 1 : 2;
+      constexpr int kRowsAtOnce = Switches::kDequantizesInTiles && !leaves_registers(Traits::kVColumns) ? 1 : 2;
       transform_tokens<Traits, Transform, Tile, 32, kTokens, kRowsAtOnce, 4>(
           params, item, own_tile(stage), own_row, own_row + kTokens, ptx::lane_id(), token - own_row);
       ptx::fence_async_proxy();  // before TMA writes it again

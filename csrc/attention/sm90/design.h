@@ -3,13 +3,13 @@
 
 #include <cstddef>
 
+#include "attention/feed/params.h"
 #include "attention/kernel_design.h"
-#include "attention/sm90/params.h"
 #include "attention/sm90/shape.h"
 
 namespace attn::sm90 {
 
-static_assert(offsetof(HopperParams, attention) + offsetof(AttentionParams, q) <= 192,
+static_assert(offsetof(TmaParams, attention) + offsetof(AttentionParams, q) <= 192,
               "what a CTA reads first: the arguments begin 192 bytes before the end of a line");
 
 constexpr KernelCosts kCosts{
@@ -101,28 +101,28 @@ inline bool encode_cache(const AttentionParams& params, const LaunchContext& con
 }
 
 /// Encodes the maps of K and V, if TMA can load them.
-inline void encode_caches(const LaunchContext& context, HopperParams& hopper) {
-  const AttentionParams& params = hopper.attention;
+inline void encode_caches(const LaunchContext& context, TmaParams& tma) {
+  const AttentionParams& params = tma.attention;
   const bool is_ragged = context.levels[0].table.indices == nullptr;
   for (int32_t level = 1; level < context.num_levels; ++level) {
     if ((context.levels[level].table.indices == nullptr) != is_ragged) return;
   }
   const bool is_flat = is_ragged || params.page_size.divisor == 1;
   const int32_t tokens = box_tokens(params, is_flat);
-  if (tokens > 0 && encode_cache(params, context, params.k, context.dims.qk, is_flat, tokens, hopper.k) &&
-      encode_cache(params, context, params.v, context.dims.v, is_flat, tokens, hopper.v))
-    (is_flat && !is_ragged ? hopper.run_tokens : hopper.box_tokens) = tokens;
+  if (tokens > 0 && encode_cache(params, context, params.k, context.dims.qk, is_flat, tokens, tma.k) &&
+      encode_cache(params, context, params.v, context.dims.v, is_flat, tokens, tma.v))
+    (is_flat && !is_ragged ? tma.run_tokens : tma.box_tokens) = tokens;
 }
 
 inline int32_t make_arguments(const LatentAttentionParams& params, const LaunchContext& context,
                               KernelArguments& arguments) {
-  LatentHopperParams& hopper = arguments.make<LatentHopperParams>();
-  hopper.attention = params;
-  hopper.unit_shift = unit_shift(params);
-  if (hopper.unit_shift < 0) return kRowsTooFarApart;
+  LatentTmaParams& tma = arguments.make<LatentTmaParams>();
+  tma.attention = params;
+  tma.unit_shift = unit_shift(params);
+  if (tma.unit_shift < 0) return kRowsTooFarApart;
   const bool has_rope = is_latent(context.dims);
   const int32_t q_columns = has_rope ? context.dims.v : context.dims.qk;
-  const QueryPart rope = hopper.q_rope = find_q_rope(params, context);
+  const QueryPart rope = tma.q_rope = find_q_rope(params, context);
   const auto encode_q = [&](int32_t packed_rows, TensorMap& map, TensorMap& rope_map) {
     return encode_rows(params, context, params.q, context.q_dtype, q_columns, params.q_row_stride, params.q_head_stride,
                        packed_rows, map) &&
@@ -130,16 +130,16 @@ inline int32_t make_arguments(const LatentAttentionParams& params, const LaunchC
                                      rope.row_stride, rope.head_stride, packed_rows, rope_map));
   };
   const int32_t tile_rows = tuning(context.dims, bytes_of(context.kv_dtype)).q_rows();
-  hopper.has_row_maps = encode_q(tile_rows, hopper.q, hopper.q_rope_tile) &&
-                        encode_rows(params, context, params.o, context.o_dtype, context.dims.v, params.o_row_stride,
-                                    params.o_head_stride, kWarpRows, hopper.o);
-  hopper.has_one_row_map = encode_q(params.group_size.divisor, hopper.q_row, hopper.q_rope_row);
-  hopper.v_is_k = v_is_in_k(params.k, params.v, params.num_pages, params.page_size.divisor, params.num_kv_heads);
+  tma.has_row_maps = encode_q(tile_rows, tma.q, tma.q_rope_tile) &&
+                     encode_rows(params, context, params.o, context.o_dtype, context.dims.v, params.o_row_stride,
+                                 params.o_head_stride, kWarpRows, tma.o);
+  tma.has_one_row_map = encode_q(params.group_size.divisor, tma.q_row, tma.q_rope_row);
+  tma.v_is_k = v_is_in_k(params.k, params.v, params.num_pages, params.page_size.divisor, params.num_kv_heads);
   const bool widens_on_load = is_wide(context.dims) && has_8_bits(context.kv_dtype);
-  if (!widens_on_load) encode_caches(context, hopper);
-  const Kernel kernel = hopper.box_tokens > 0 || widens_on_load ? kByBoxes : kByRows;
-  hopper.code = context.codes[kernel];
-  hopper.merge_code = context.merge_code;
+  if (!widens_on_load) encode_caches(context, tma);
+  const Kernel kernel = tma.box_tokens > 0 || widens_on_load ? kByBoxes : kByRows;
+  tma.code = context.codes[kernel];
+  tma.merge_code = context.merge_code;
   return kernel;
 }
 
@@ -159,7 +159,7 @@ constexpr KernelDesign make_design() {
   design.kernels[kByRows] = "attention_rows";
   design.threads = [](HeadDims dims, int32_t kv_element_bytes) { return tuning(dims, kv_element_bytes).cta_threads(); };
   design.shared_bytes = [](HeadDims dims, int32_t kv_element_bytes) {
-    return SharedLayout(dims, 2, kv_element_bytes).bytes;
+    return shared_layout(dims, kv_element_bytes).bytes;
   };
   design.prefetches_code = true;
   design.make_arguments = make_arguments;

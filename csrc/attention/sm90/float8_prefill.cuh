@@ -19,7 +19,7 @@
 #include "attention/sm90/output.cuh"
 #include "attention/sm90/prepared_tiles.cuh"
 #include "attention/sm90/scores.cuh"
-#include "attention/sm90/tiles.cuh"
+#include "attention/sm90/traits.cuh"
 #include "attention/tile/warp_state.cuh"
 #include "common/elements.cuh"
 #include "common/ptx/mma.cuh"
@@ -95,8 +95,8 @@ struct Float8Prefill {
   using Query = QTile<Traits>;
   using Keys = KTile<Traits>;
   using Values = VTile<Traits>;
-  static constexpr int kTokens = kTuning<Traits>.kv_tile;
-  static constexpr int kColumns = kVColumns<Traits>;
+  static constexpr int kTokens = Traits::kTuning.kv_tile;
+  static constexpr int kColumns = Traits::kVColumns;
   using State = WarpState<typename Traits::Element, kColumns, 1>;  // of one warp, which has 16 rows
   using Transposed = TransposedValues<kTokens, kColumns>;
   static constexpr int kChunks = Values::kHeadChunks / 2;  // of V, that a warpgroup transposes
@@ -109,16 +109,16 @@ struct Float8Prefill {
   static constexpr float kSlack = 0.75f;
   static constexpr float kUnshift = 1.0f / (1 << static_cast<int>(kShift));
 
-  const HopperParams& hopper_params;
+  const TmaParams& tma_params;
   KvRing<Traits>& ring;
   const Shared& shared = ring.shared;
-  const AttentionParams& params = hopper_params.attention;
+  const AttentionParams& params = tma_params.attention;
   const Scores<Traits, SoftCap::kFast> scores{params};
   const Transposition<Values, Transposed> transposition{warpgroup() * kChunks};
   uint32_t num_multiplied = 0;  // V tiles: the next is transposed into the one or the other of two
 
-  __device__ __forceinline__ Float8Prefill(const HopperParams& hopper_params_, KvRing<Traits>& ring_)
-      : hopper_params(hopper_params_), ring(ring_) {
+  __device__ __forceinline__ Float8Prefill(const TmaParams& tma_params_, KvRing<Traits>& ring_)
+      : tma_params(tma_params_), ring(ring_) {
     if (warpgroup() == 1) pass_turn();  // the first warpgroup has the first turn
   }
 
@@ -191,7 +191,7 @@ struct Float8Prefill {
     state.scale_output(0, kUnshifted);
     state.sum[0][0] *= kUnshift;
     state.sum[0][1] *= kUnshift;
-    write_rows<Traits>(hopper_params, item, state, first_row, shared.q(q_stage));
+    write_rows<Traits>(tma_params, item, state, first_row, shared.q(q_stage));
   }
 
   /// Skips the KV tiles of an item that only the other warpgroup computes. It arrives for V tiles as if it had

@@ -2,11 +2,11 @@
 // the warp has multiplied.
 #pragma once
 
-#include "attention/sm90/feed/shared_memory.cuh"
-#include "attention/sm90/feed/work_item.cuh"
-#include "attention/sm90/params.h"
+#include "attention/feed/params.h"
+#include "attention/feed/shared_memory.cuh"
+#include "attention/feed/work_item.cuh"
 #include "attention/sm90/shape.h"
-#include "attention/sm90/tiles.cuh"
+#include "attention/sm90/traits.cuh"
 #include "attention/tile/output.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/copy.cuh"
@@ -16,14 +16,14 @@ namespace attn::sm90 {
 
 /// Whether TMA may store the warp's rows: all of them exist, are complete and consecutive, and no lse is wanted.
 template <class Target>
-__device__ __forceinline__ bool is_box(const HopperParams& params, const Target& target, int first_row) {
+__device__ __forceinline__ bool is_box(const TmaParams& params, const Target& target, int first_row) {
   return params.has_row_maps && params.attention.lse == nullptr && target.complete && target.rows.list == nullptr &&
          first_row + kWarpRows <= target.rows.count;
 }
 
 /// Stores the warp's rows by TMA, from its rows of `staged`, a tile of layout Tile.
 template <class Tile, class State, class Target>
-__device__ __forceinline__ void store_rows(const HopperParams& params, const State& state, const Target& target,
+__device__ __forceinline__ void store_rows(const TmaParams& params, const State& state, const Target& target,
                                            int first_row, char* staged) {
   const FastDivisor& group_size = params.attention.group_size;
   const int lane = ptx::lane_id();
@@ -59,8 +59,8 @@ using ItemTarget = OutputTarget<typename Traits::OutElement, true, typename Trai
 
 /// Writes the rows of a warp that has seen all tokens of the item, through its rows of the Q tile.
 template <class Traits, class State>
-__device__ __forceinline__ void write_rows(const HopperParams& params, const WorkItem& item, State& state,
-                                           int first_row, char* q) {
+__device__ __forceinline__ void write_rows(const TmaParams& params, const WorkItem& item, State& state, int first_row,
+                                           char* q) {
   const ItemTarget<Traits> target(params.attention, item, SharedMemory<Traits>::requests(item));
   if (!is_box(params, target, first_row)) {  // the frequent way second: ptxas spilled otherwise
     write_warp_rows<OTile<Traits>>(state, target, first_row, q);

@@ -19,7 +19,7 @@
 #include "attention/sm90/output.cuh"
 #include "attention/sm90/prepared_tiles.cuh"
 #include "attention/sm90/scores.cuh"
-#include "attention/sm90/tiles.cuh"
+#include "attention/sm90/traits.cuh"
 #include "attention/tile/warp_state.cuh"
 #include "common/elements.cuh"
 #include "common/ptx/wgmma.cuh"
@@ -32,13 +32,13 @@ struct PrefillSwitches {
   static constexpr bool kUsesSoftmax = Variant::kUsesSoftmax;  // all variants but those with custom weights
   static constexpr bool kSkipsTiles = Variant::kSkipsTiles;    // variants with sparse masks
   static constexpr bool kDequantizes = Traits::kDequantizes;   // 8-bit caches
-  static constexpr bool kWaitsForProducts = kTuning<Traits>.waits_for_products;  // heads of 64 columns, 16-bit caches
-  static constexpr bool kAddsBias = kTakesLastFirst<Traits>;  // ALiBi: the bias is added with the exponentials, and
+  static constexpr bool kWaitsForProducts = Traits::kTuning.waits_for_products;  // heads of 64 columns, 16-bit caches
+  static constexpr bool kAddsBias = Traits::kTakesLastFirst;  // ALiBi: the bias is added with the exponentials, and
                                                               // KV tiles are taken from the last to the first
   /// Narrow heads over 16-bit caches. Not where a variant's logits may grow from KV tile to KV tile: rows would outgrow
   /// their maxima all the time (a prefill of 4 x 4096 with ALiBi's took 6.8 times as long).
   static constexpr bool kKeepsMaxima =
-      kTuning<Traits>.keeps_maxima && (kAddsBias || !(VariantHooks<Variant>::kLogits && Variant::kReadsRows));
+      Traits::kTuning.keeps_maxima && (kAddsBias || !(VariantHooks<Variant>::kLogits && Variant::kReadsRows));
 };
 
 template <class Traits>
@@ -51,15 +51,15 @@ struct Prefill {
   using Values = WgmmaVTile<Traits>;
   using Rows = LaneRows<typename Traits::Variant, 1>;
   using Place = typename KvRing<Traits>::Place;
-  static constexpr int kTokens = kTuning<Traits>.kv_tile;
+  static constexpr int kTokens = Traits::kTuning.kv_tile;
   static constexpr int kQkColumns = Traits::Shape::kQkMultiplied;
-  static constexpr int kColumns = kVColumns<Traits>;
+  static constexpr int kColumns = Traits::kVColumns;
   using State = WarpState<Element, kColumns, 1>;  // of one warp, which has 16 rows
   using PromptScores = Scores<Traits, SoftCap::kFast>;
 
-  const HopperParams& hopper_params;
+  const TmaParams& tma_params;
   KvRing<Traits>& ring;
-  const AttentionParams& params = hopper_params.attention;
+  const AttentionParams& params = tma_params.attention;
   const PromptScores scores{params};
   PreparedTiles<Traits> tiles{params, ring};
 
@@ -163,7 +163,7 @@ struct Prefill {
 
     // Epilogue: all of the warpgroup's products with Q are done, so the rows of O go through the Q tile.
     sync_warpgroup();
-    write_rows<Traits>(hopper_params, item, state, first_row, ring.shared.q(q_stage));
+    write_rows<Traits>(tma_params, item, state, first_row, ring.shared.q(q_stage));
   }
 
   /// Takes part in an item that only other warpgroups multiply.

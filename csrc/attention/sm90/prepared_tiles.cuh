@@ -11,7 +11,7 @@
 #pragma once
 
 #include "attention/sm90/consumer.cuh"
-#include "attention/sm90/tiles.cuh"
+#include "attention/sm90/traits.cuh"
 #include "attention/tile/row_tile.cuh"
 #include "attention/tile/transform_tile.cuh"
 #include "common/elements.cuh"
@@ -124,7 +124,7 @@ struct PreparedTiles {
   using Values = WgmmaVTile<Traits>;
   using OfKey = KeyTransform<Variant>;
   using OfValue = ValueTransform<Variant>;
-  static constexpr int kTokens = kTuning<Traits>.kv_tile;
+  static constexpr int kTokens = Traits::kTuning.kv_tile;
   static constexpr bool kDequantizes = Traits::kDequantizes;
   static constexpr bool kTransformsRing = Traits::kTransformsCache && !kDequantizes;
 
@@ -142,7 +142,7 @@ struct PreparedTiles {
   /// Prepares the first product of an item: its Q tile, and its first K tile, at ring.kv.
   __device__ __forceinline__ void prepare_first(const WorkItem& item, char* q) {
     if constexpr (!kDequantizes) ring.wait_for_tile(ring.kv);
-    if constexpr (kRewritesQuery<Traits>) {
+    if constexpr (Traits::kRewritesQuery) {
       const int first_row = warpgroup() * 64;
       rewrite_query<Traits, kWarpgroupThreads>(params, item, q, first_row, first_row + 64);
     }
@@ -157,7 +157,7 @@ struct PreparedTiles {
   /// Transforms the next tiles early: the product of Q and the K tile at ring.kv, which begins at `token`, has been
   /// started, and the tensor cores work meanwhile. `left`: KV tiles of the item after that one.
   __device__ __forceinline__ void prepare_early(const WorkItem& item, int32_t token, int32_t left) const {
-    if constexpr (kTransformsEarly<Traits>)
+    if constexpr (Traits::kTransformsEarly)
       transform(item, ring.kv.ahead(Shared::kParts), ring.kv.ahead(2 * Shared::kParts), token, left > 0, left);
   }
 
@@ -171,7 +171,7 @@ struct PreparedTiles {
     else
       ring.wait_for_tile(values);
     if constexpr (kTransformsRing) {
-      if constexpr (!kTransformsEarly<Traits>) transform(item, values, ring.kv, token, has_keys, left);
+      if constexpr (!Traits::kTransformsEarly) transform(item, values, ring.kv, token, has_keys, left);
       wait_transformed(item);
     }
     clear_unreadable<Values, kTokens>(ring.shared.kv(values.stage), token, readable);
@@ -268,7 +268,7 @@ struct PreparedTiles {
   __device__ __forceinline__ void transform_share(const WorkItem& item, char* tile, int32_t token, bool is_half) const {
     if constexpr (Transform::kExists) {
       if (is_half && !is_sharing<Traits>()) return;
-      constexpr int kRowsAtOnce = kDequantizes && !leaves_registers(kVColumns<Traits>) ? 1 : 2;
+      constexpr int kRowsAtOnce = kDequantizes && !leaves_registers(Traits::kVColumns) ? 1 : 2;
       const int first_row = is_half ? warpgroup() * (kTokens / 2) : 0;
       transform_tokens<Traits, Transform, Tile, kWarpgroupThreads, kTokens / 2, kRowsAtOnce, 2>(
           params, item, tile, first_row, first_row + (is_half ? kTokens / 2 : kTokens),

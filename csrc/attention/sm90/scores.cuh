@@ -1,9 +1,9 @@
 // From products to probabilities, in all regimes: scales and logits, masks, exponentials.
 #pragma once
 
-#include "attention/sm90/feed/shared_memory.cuh"
-#include "attention/sm90/feed/work_item.cuh"
-#include "attention/sm90/tiles.cuh"
+#include "attention/feed/shared_memory.cuh"
+#include "attention/feed/work_item.cuh"
+#include "attention/sm90/traits.cuh"
 #include "attention/tile/row_tile.cuh"
 #include "attention/tile/scores.cuh"
 #include "common/ptx/math.cuh"

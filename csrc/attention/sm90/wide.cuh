@@ -15,7 +15,7 @@
 #include "attention/sm90/output.cuh"
 #include "attention/sm90/prepared_tiles.cuh"
 #include "attention/sm90/scores.cuh"
-#include "attention/sm90/tiles.cuh"
+#include "attention/sm90/traits.cuh"
 #include "attention/tile/warp_state.cuh"
 #include "common/elements.cuh"
 #include "common/ptx/warp.cuh"
@@ -43,21 +43,21 @@ struct Wide {
   using Query = QTile<Traits>;
   using Keys = KTile<Traits>;
   using Values = VTile<Traits>;
-  static constexpr int kTokens = kTuning<Traits>.kv_tile;
-  static constexpr int kColumns = kVColumns<Traits>;  // of one warpgroup
-  static constexpr int kRows = kTuning<Traits>.q_rows();
+  static constexpr int kTokens = Traits::kTuning.kv_tile;
+  static constexpr int kColumns = Traits::kVColumns;  // of one warpgroup
+  static constexpr int kRows = Traits::kTuning.q_rows();
   using State = WarpState<Element, kColumns, 1>;
   using Probabilities = SwizzledTile<Element, kTokens, kRows>;
   using Half = SwizzledTile<typename Traits::OutElement, kColumns, kRows>;  // of O, where Q was
   static_assert(kTokens == kBlockColumns && kColumns % 128 == 0 && kRows == 64 && Shared::kQStages == 1);
-  static_assert(kTuning<Traits>.kv_stages == 2 && Shared::kParts == 2);
-  static_assert(kRewritesQuery<Traits> == Switches::kConvertsQuery && !Traits::kTransformsCache,
+  static_assert(Traits::kTuning.kv_stages == 2 && Shared::kParts == 2);
+  static_assert(Traits::kRewritesQuery == Switches::kConvertsQuery && !Traits::kTransformsCache,
                 "transforms are not supported with wide heads");
 
-  const HopperParams& hopper_params;
+  const TmaParams& tma_params;
   KvRing<Traits>& ring;
   const Shared& shared = ring.shared;
-  const AttentionParams& params = hopper_params.attention;
+  const AttentionParams& params = tma_params.attention;
   const Scores<Traits> scores{params};
   RingPlace<1> published{};  // the next probabilities, or the states at the end of an item
 
@@ -71,7 +71,7 @@ struct Wide {
   // Places of the KV tile whose K is at ring.kv, and of the next one. A place is where the left part lies, the columns
   // that the first multiplier takes.
   __device__ __forceinline__ bool v_is_k() const {
-    return Switches::kProducerDequantizes ? Switches::kLoadsScaled : hopper_params.v_is_k != 0;
+    return Switches::kProducerDequantizes ? Switches::kLoadsScaled : tma_params.v_is_k != 0;
   }
   __device__ __forceinline__ Place values() const { return v_is_k() ? ring.kv : ring.kv.ahead(2); }
   __device__ __forceinline__ Place next_keys() const { return ring.kv.ahead(v_is_k() ? 2 : 4); }

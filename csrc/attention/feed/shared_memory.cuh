@@ -2,16 +2,16 @@
 // filled by the producer and freed by the consumers.
 #pragma once
 
-#include "attention/sm90/feed/work_item.cuh"
-#include "attention/sm90/shape.h"
-#include "attention/sm90/tiles.cuh"
+#include "attention/feed/tiles.cuh"
+#include "attention/feed/tuning.h"
+#include "attention/feed/work_item.cuh"
 #include "attention/variant/variants.h"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/cluster.cuh"
 #include "common/ptx/copy.cuh"
 #include "common/ptx/warp.cuh"
 
-namespace attn::sm90 {
+namespace attn::feed {
 
 /// Named barriers.
 enum Barrier : int {
@@ -42,14 +42,15 @@ struct RingPlace {
 
 template <class Traits>
 struct SharedMemory {
-  static constexpr SharedLayout kLayout{Traits::Shape::kDims, Traits::Element::kBytes, Traits::StoredElement::kBytes};
-  static constexpr int kTileRows = kTuning<Traits>.q_rows();  // of a Q tile
-  static constexpr int kQStages = kTuning<Traits>.q_stages;
-  static constexpr int kParts = kTuning<Traits>.stage_parts;
-  static constexpr int kKvParts = kTuning<Traits>.kv_stages * kParts;
-  static constexpr int kConsumerWarps = kTuning<Traits>.consumer_warps();
+  static constexpr SharedLayout kLayout =
+      SharedLayout::of(Traits::Shape::kDims, Traits::kTuning, Traits::Element::kBytes, Traits::StoredElement::kBytes);
+  static constexpr int kTileRows = Traits::kTuning.q_rows();  // of a Q tile
+  static constexpr int kQStages = Traits::kTuning.q_stages;
+  static constexpr int kParts = Traits::kTuning.stage_parts;
+  static constexpr int kKvParts = Traits::kTuning.kv_stages * kParts;
+  static constexpr int kConsumerWarps = Traits::kTuning.consumer_warps();
   static constexpr bool kIsWide = is_wide(Traits::Shape::kDims);
-  static constexpr int kPartTokens = kTuning<Traits>.kv_tile / kParts;
+  static constexpr int kPartTokens = Traits::kTuning.kv_tile / kParts;
   using QPlace = RingPlace<kQStages>;
   using KvPlace = RingPlace<kKvParts>;  // counts parts
 
@@ -108,7 +109,7 @@ struct SharedMemory {
 
   /// CTAs that dequantize KV tiles for each other.
   __device__ __forceinline__ static uint32_t cluster_ctas() {
-    if constexpr (kMayBeCluster<Traits>) return ptx::cluster_size();
+    if constexpr (Traits::kMayBeCluster) return ptx::cluster_size();
     return 1;
   }
 
@@ -126,7 +127,7 @@ struct SharedMemory {
       ptx::mbarrier_init(kv_free(part), (kIsWide ? kWarpgroupThreads / 32 : kConsumerWarps) * cluster_ctas());
     }
     using Hooks = VariantHooks<typename Traits::Variant>;
-    if constexpr (Hooks::kKey || Hooks::kValue || kMultipliesFloat8<Traits>)
+    if constexpr (Hooks::kKey || Hooks::kValue || Traits::kMultipliesFloat8)
       ptx::mbarrier_init(transformed(), kConsumerWarps);
     if constexpr (kIsWide) {
       ptx::mbarrier_init(p_full(), kWarpgroupThreads / 32);
@@ -173,4 +174,4 @@ struct SharedMemory {
   }
 };
 
-}  // namespace attn::sm90
+}  // namespace attn::feed

@@ -1,4 +1,4 @@
-// The arguments of the Hopper attention kernel.
+// The arguments of attention kernels that load by TMA.
 #pragma once
 
 #include "attention/params.h"
@@ -7,12 +7,12 @@
 
 namespace attn {
 
-/// The arguments of the Hopper kernel. TMA loads boxes of `box_tokens` tokens x 64 columns; the maps' dimensions are
+/// TMA loads boxes of `box_tokens` tokens x 64 columns; the maps' dimensions are
 /// column, token (in its page; of a ragged tensor: row), head and page.
 ///
 /// Fields that a CTA reads before its first load of K come first, up to `attention.q`: each line of constants costs one
 /// cold miss. These bytes share a line of 256 bytes with constants that each kernel reads anyway.
-struct HopperParams {
+struct TmaParams {
   KernelCode code;        // of this kernel
   KernelCode merge_code;  // of the merge kernel, which runs next
   int32_t box_tokens;     // 0: tokens are gathered one by one
@@ -37,7 +37,7 @@ struct HopperParams {
 
 /// The arguments of kernels of MLA's latents, whose Q may be two tensors. Maps `q` and `q_row` describe the columns
 /// that V also has, the maps below the others.
-struct LatentHopperParams : HopperParams {
+struct LatentTmaParams : TmaParams {
   QueryPart q_rope;
   TensorMap q_rope_tile;
   TensorMap q_rope_row;

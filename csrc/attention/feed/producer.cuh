@@ -6,15 +6,15 @@
 // (query_loader.cuh).
 #pragma once
 
-#include "attention/sm90/feed/dequantizing_copier.cuh"
-#include "attention/sm90/feed/kv_copiers.cuh"
-#include "attention/sm90/feed/query_loader.cuh"
-#include "attention/sm90/feed/shared_memory.cuh"
-#include "attention/sm90/feed/work_item.cuh"
-#include "attention/sm90/feed/work_queue.cuh"
-#include "attention/sm90/params.h"
-#include "attention/sm90/shape.h"
-#include "attention/sm90/tiles.cuh"
+#include "attention/feed/dequantizing_copier.cuh"
+#include "attention/feed/kv_copiers.cuh"
+#include "attention/feed/params.h"
+#include "attention/feed/query_loader.cuh"
+#include "attention/feed/shared_memory.cuh"
+#include "attention/feed/tiles.cuh"
+#include "attention/feed/tuning.h"
+#include "attention/feed/work_item.cuh"
+#include "attention/feed/work_queue.cuh"
 #include "attention/tile/scores.cuh"
 #include "attention/tile/work_cursor.cuh"
 #include "common/ptx/barrier.cuh"
@@ -22,17 +22,18 @@
 #include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/warp.cuh"
 
-namespace attn::sm90 {
+namespace attn::feed {
 
 /// Publishes a work item and loads its Q. Called by the warps that load V: the warps that load K must never wait for
 /// room for Q, because consumers need K first.
 template <class Traits>
-__device__ __forceinline__ void produce_item(const ParamsOf<Traits>& hopper_params, const SharedMemory<Traits>& shared,
-                                             const WorkItem& item, typename SharedMemory<Traits>::QPlace& place) {
+__device__ __forceinline__ void produce_item(const typename Traits::Params& tma_params,
+                                             const SharedMemory<Traits>& shared, const WorkItem& item,
+                                             typename SharedMemory<Traits>::QPlace& place) {
   shared.wait_q_free(place);
   const uint32_t full = shared.q_full(place.stage);
-  if (item.num_kv_tiles > 0) load_q<Traits>(hopper_params, item, shared.q(place.stage), full);
-  if constexpr (kDequantizesQuery<Traits>) {
+  if (item.num_kv_tiles > 0) load_q<Traits>(tma_params, item, shared.q(place.stage), full);
+  if constexpr (Traits::kDequantizesQuery) {
     ptx::fence_async_proxy();  // before wgmma reads it
     ptx::mbarrier_arrive(full);
   } else {
@@ -42,14 +43,14 @@ __device__ __forceinline__ void produce_item(const ParamsOf<Traits>& hopper_para
     if (item.num_kv_tiles > 0 && ptx::thread_id() < kFirstQueryThread + 32) {
       int32_t* const requests = const_cast<int32_t*>(shared.requests(shared.item(place.stage)));
       write_requests<typename Traits::Variant, tile_rows(kTwoWarpgroupKind), 32>(
-          hopper_params.attention, item.rows, item.group, item.kv_head, ptx::lane_id(), requests);
+          tma_params.attention, item.rows, item.group, item.kv_head, ptx::lane_id(), requests);
     }
     __syncwarp();  // the thread that publishes the item publishes them, too
   }
   if (ptx::thread_id() == kFirstQueryThread) {
     if constexpr (Traits::Variant::kHasScales) {
       using Variant = typename Traits::Variant;
-      const AttentionParams& params = hopper_params.attention;
+      const AttentionParams& params = tma_params.attention;
       const_cast<float&>(shared.score_scale(shared.item(place.stage))) =
           score_scale(Variant(params.variant.template as<typename Variant::Params>(), item.kv_head), params.sm_scale);
     }
@@ -64,18 +65,18 @@ template <class Traits>
 __device__ __forceinline__ void wait_for_part(const SharedMemory<Traits>& shared,
                                               const typename SharedMemory<Traits>::KvPlace& place, bool limited) {
   using Shared = SharedMemory<Traits>;
-  if (limited) shared.wait_kv_free(place.ahead(Shared::kKvParts - kTuning<Traits>.max_parts_in_flight));
+  if (limited) shared.wait_kv_free(place.ahead(Shared::kKvParts - Traits::kTuning.max_parts_in_flight));
   shared.wait_kv_free(place);
 }
 
 template <class Traits, class Copier>
-__device__ __forceinline__ void produce(const ParamsOf<Traits>& hopper_params, const SharedMemory<Traits>& shared,
+__device__ __forceinline__ void produce(const typename Traits::Params& tma_params, const SharedMemory<Traits>& shared,
                                         WorkCursor cursor) {
   using Shared = SharedMemory<Traits>;
   constexpr bool kIsWide = is_wide(Traits::Shape::kDims);
-  static_assert(kIsWide || Shared::kParts > 1 || kTuning<Traits>.max_parts_in_flight + 2 <= Shared::kKvParts,
+  static_assert(kIsWide || Shared::kParts > 1 || Traits::kTuning.max_parts_in_flight + 2 <= Shared::kKvParts,
                 "what tiles_after_mma relies on");
-  const AttentionParams& params = hopper_params.attention;
+  const AttentionParams& params = tma_params.attention;
   const KvShare<Traits> share(ptx::thread_id() / 32);
   typename Shared::QPlace q_place;
   typename Shared::KvPlace place = typename Shared::KvPlace{}.ahead(share.part);
@@ -83,10 +84,10 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& hopper_params, c
   WorkQueue<Traits> queue(params, shared);
   if (flags & kUsesQueue) queue.begin(cursor);
   LoadedRowTile tile(params, cursor.now.tile);
-  Copier copier(hopper_params, share);
+  Copier copier(tma_params, share);
 
   // K and V are one tile, which the warps that load K load.
-  const bool is_one_tile = kIsWide && hopper_params.v_is_k;
+  const bool is_one_tile = kIsWide && tma_params.v_is_k;
   const bool copies = !(is_one_tile && share.is_v);
   constexpr bool kSkips = Traits::Variant::kSkipsTiles;
   int32_t item_begin = cursor.now.kv_tile;  // the item's first KV tile
@@ -95,8 +96,8 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& hopper_params, c
     copier.look_up(
         tile, kv_tile_start<kSkips>(
                   params.schedule, tile.group, tile.kv_begin,
-                  kTakesLastFirst<Traits> ? item_begin + cursor.last_kv_tile(tile.num_kv_tiles) - 1 - kv_tile : kv_tile,
-                  kTuning<Traits>.kv_tile)
+                  Traits::kTakesLastFirst ? item_begin + cursor.last_kv_tile(tile.num_kv_tiles) - 1 - kv_tile : kv_tile,
+                  Traits::kTuning.kv_tile)
                   .token);
   };
   look_up();
@@ -106,15 +107,15 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& hopper_params, c
     if (share.is_v) {
       const int32_t kv_begin = kv_begin_after<kSkips>(tile.kv_begin, cursor.now.kv_tile, params.kv_tile);
       WorkItem item(tile, cursor, kv_begin);
-      if constexpr (Traits::kIsLatent) item.keep_half(static_cast<int32_t>(blockIdx.y), kTuning<Traits>.max_kind);
-      produce_item<Traits>(hopper_params, shared, item, q_place);
+      if constexpr (Traits::kIsLatent) item.keep_half(static_cast<int32_t>(blockIdx.y), Traits::kTuning.max_kind);
+      produce_item<Traits>(tma_params, shared, item, q_place);
     }
     const int32_t head = cursor.now.head;
     const bool for_mma = !kIsWide && tile.kind == 0;
     // Tokens of small row tiles are read once: they must not evict those that several of the largest share. The
     // shuffle tells the compiler that the policy is uniform.
     const ptx::CachePolicy policy =
-        __shfl_sync(0xffffffffu, tile.kind < kTuning<Traits>.max_kind && (flags & kHasLargestTiles), 0)
+        __shfl_sync(0xffffffffu, tile.kind < Traits::kTuning.max_kind && (flags & kHasLargestTiles), 0)
             ? ptx::kEvictFirst
             : ptx::kKeepNormally;
     const int32_t end = cursor.last_kv_tile(tile.num_kv_tiles);
@@ -158,9 +159,9 @@ __device__ __forceinline__ void produce(const ParamsOf<Traits>& hopper_params, c
     item_begin = cursor.now.kv_tile;
     look_up();
   }
-  if (share.is_v) produce_item<Traits>(hopper_params, shared, WorkItem{}, q_place);
-  if constexpr (kMayBeCluster<Traits>) copier.wait_for_other(shared, place);
+  if (share.is_v) produce_item<Traits>(tma_params, shared, WorkItem{}, q_place);
+  if constexpr (Traits::kMayBeCluster) copier.wait_for_other(shared, place);
   ptx::cp_async_wait<0>();
 }
 
-}  // namespace attn::sm90
+}  // namespace attn::feed

@@ -1,14 +1,14 @@
 // The work queue of (row tile, KV head) pairs, as a CTA's producer takes them from it.
 #pragma once
 
+#include "attention/feed/shared_memory.cuh"
 #include "attention/params.h"
-#include "attention/sm90/feed/shared_memory.cuh"
 #include "attention/tile/work_cursor.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/warp.cuh"
 #include "planner/schedule.h"
 
-namespace attn::sm90 {
+namespace attn::feed {
 
 /// A CTA's access to the work queue: all warps of the producer get the same pair. A CTA asks for the next pair while it
 /// loads the one before, so its first two are fixed: the pair of the CTA's own number, and one of the next num_ctas in
@@ -65,4 +65,4 @@ class WorkQueue {
   int32_t next_;  // of thread 0
 };
 
-}  // namespace attn::sm90
+}  // namespace attn::feed

@@ -3,18 +3,18 @@
 // into it.
 #pragma once
 
-#include "attention/sm90/feed/shared_memory.cuh"
-#include "attention/sm90/feed/work_item.cuh"
-#include "attention/sm90/params.h"
-#include "attention/sm90/shape.h"
-#include "attention/sm90/tiles.cuh"
+#include "attention/feed/params.h"
+#include "attention/feed/shared_memory.cuh"
+#include "attention/feed/tiles.cuh"
+#include "attention/feed/tuning.h"
+#include "attention/feed/work_item.cuh"
 #include "attention/tile/row_tile.cuh"
 #include "common/elements.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/copy.cuh"
 #include "common/ptx/warp.cuh"
 
-namespace attn::sm90 {
+namespace attn::feed {
 
 constexpr int kFirstQueryThread = 32;  // of the warps that load Q: those that load V
 
@@ -59,7 +59,7 @@ __device__ __forceinline__ void gather_pieces(const AttentionParams& params, con
         const int part_chunk = piece * Pieces::kChunks + first_chunk;
         const int chunk = first * Pieces::kChunks + part_chunk;
         const bool is_there = source != nullptr && (Tile::kHeadChunks == Tile::kRowChunks || chunk < Tile::kHeadChunks);
-        if constexpr (kDequantizesQuery<Traits>) {
+        if constexpr (Traits::kDequantizesQuery) {
           uint4 elements = make_uint4(0, 0, 0, 0);
           if (is_there)
             elements = dequantize_eight<typename Traits::Element, typename Traits::QElement>(
@@ -76,7 +76,8 @@ __device__ __forceinline__ void gather_pieces(const AttentionParams& params, con
 
 /// Gathers the rows of Q that a work item packs into `tile`.
 template <class Traits>
-__device__ __forceinline__ void gather_q(const ParamsOf<Traits>& params, const WorkItem& item, char* tile, int half) {
+__device__ __forceinline__ void gather_q(const typename Traits::Params& params, const WorkItem& item, char* tile,
+                                         int half) {
   using Pieces = RowPieces<QTile<Traits>, 32>;
   const AttentionParams& attention = params.attention;
   if constexpr (Traits::kIsLatent) {
@@ -97,8 +98,8 @@ __device__ __forceinline__ void gather_q(const ParamsOf<Traits>& params, const W
 
 /// Loads block number `block` of columns of Q by TMA. kIsTile: of all rows of a row tile; else of one row.
 template <class Traits, bool kIsTile>
-__device__ __forceinline__ void copy_q_block(const ParamsOf<Traits>& params, int block, uint32_t to, uint32_t full,
-                                             int32_t head, int32_t row) {
+__device__ __forceinline__ void copy_q_block(const typename Traits::Params& params, int block, uint32_t to,
+                                             uint32_t full, int32_t head, int32_t row) {
   constexpr int kColumns = QTile<Traits>::kBoxColumns;
   if constexpr (Traits::kIsLatent) {
     if (block >= kLatentBlocks<Traits>)
@@ -111,7 +112,7 @@ __device__ __forceinline__ void copy_q_block(const ParamsOf<Traits>& params, int
 /// Loads Q of one of the largest row tiles by TMA, if its rows are consecutive; rows after the last may hold anything.
 /// Called by one thread, before it arrives at `full`.
 template <class Traits>
-__device__ __forceinline__ void copy_q(const ParamsOf<Traits>& params, const WorkItem& item, uint32_t q,
+__device__ __forceinline__ void copy_q(const typename Traits::Params& params, const WorkItem& item, uint32_t q,
                                        uint32_t full) {
   const FastDivisor& group_size = params.attention.group_size;
   const int32_t row = item.rows.qo_begin + group_size.divide(item.rows.packed_begin);
@@ -128,7 +129,7 @@ __device__ __forceinline__ void copy_q(const ParamsOf<Traits>& params, const Wor
 /// row i. Rows after the last become zeros, except in the smallest kind. Called by one warp, before it arrives at
 /// `full`.
 template <class Traits>
-__device__ __forceinline__ void copy_q_rows(const ParamsOf<Traits>& params, const WorkItem& item, uint32_t q,
+__device__ __forceinline__ void copy_q_rows(const typename Traits::Params& params, const WorkItem& item, uint32_t q,
                                             uint32_t full) {
   const FastDivisor& group_size = params.attention.group_size;
   const int32_t num_rows = group_size.divide(item.rows.count);
@@ -165,14 +166,14 @@ __device__ __forceinline__ bool has_room_for_whole_rows(const FastDivisor& group
 
 /// Loads Q of a work item into `tile`. Called by the warps that load Q, before they arrive at `full`.
 template <class Traits>
-__device__ __forceinline__ void load_q(const ParamsOf<Traits>& params, const WorkItem& item, char* tile,
+__device__ __forceinline__ void load_q(const typename Traits::Params& params, const WorkItem& item, char* tile,
                                        uint32_t full) {
   const uint32_t q = ptx::shared_address(tile);
   const FastDivisor& group_size = params.attention.group_size;
-  const bool is_largest = item.kind == kTuning<Traits>.max_kind;
+  const bool is_largest = item.kind == Traits::kTuning.max_kind;
   const bool holds_whole_rows = item.rows.packed_begin == 0 && group_size.modulo(item.rows.count) == 0 &&
                                 has_room_for_whole_rows<Traits>(group_size, item.kind);
-  if (kDequantizesQuery<Traits> ||
+  if (Traits::kDequantizesQuery ||
       !(is_largest ? params.has_row_maps && item.rows.list == nullptr : params.has_one_row_map && holds_whole_rows)) {
     gather_q<Traits>(params, item, tile, ptx::thread_id() / 64);
   } else if (is_largest) {
@@ -182,4 +183,4 @@ __device__ __forceinline__ void load_q(const ParamsOf<Traits>& params, const Wor
   }
 }
 
-}  // namespace attn::sm90
+}  // namespace attn::feed

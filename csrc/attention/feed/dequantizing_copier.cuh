@@ -3,11 +3,11 @@
 // is in K's bytes, are one tile of it; others are a tile of K and a tile of V.
 #pragma once
 
-#include "attention/sm90/feed/kv_copiers.cuh"
-#include "attention/sm90/feed/shared_memory.cuh"
-#include "attention/sm90/feed/work_item.cuh"
-#include "attention/sm90/params.h"
-#include "attention/sm90/tiles.cuh"
+#include "attention/feed/kv_copiers.cuh"
+#include "attention/feed/params.h"
+#include "attention/feed/shared_memory.cuh"
+#include "attention/feed/tiles.cuh"
+#include "attention/feed/work_item.cuh"
 #include "attention/tile/dequantized_row.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/cluster.cuh"
@@ -15,7 +15,7 @@
 #include "common/ptx/types.cuh"
 #include "common/ptx/warp.cuh"
 
-namespace attn::sm90 {
+namespace attn::feed {
 
 /// A warp's share of the tiles: 16 tokens. A lane has two of them, and a quarter of each block of their rows. It loads
 /// piece by piece, the right part first, as the consumers take them. The next few pieces are on their way, to shared
@@ -31,7 +31,7 @@ struct DequantizingCopier {
   using Tile = KTile<Traits>;
   using Row = StoredRow<typename Traits::Element, Stored, Tile::kBlocks>;
   static constexpr int kTiles = Traits::kLoadsScaled ? 1 : 2;
-  static constexpr int kWarpTokens = kTuning<Traits>.kv_tile / (kCtas * kProducerThreads / 32);
+  static constexpr int kWarpTokens = Traits::kTuning.kv_tile / (kCtas * kProducerThreads / 32);
   static constexpr int kRowsAtOnce = 8;  // of a warp: four lanes take a row
   static constexpr int kRows = kWarpTokens / kRowsAtOnce;
   static constexpr int kLeftBlocks = VTile<Traits>::kBlocks / 2;
@@ -44,24 +44,24 @@ struct DequantizingCopier {
     return tile_step < kRightSteps ? kLeftBlocks + tile_step / kRows : (tile_step - kRightSteps) / kRows;
   }
 
-  static constexpr bool kBuffersPieces = kTuning<Traits>.staged_pieces > 0;
+  static constexpr bool kBuffersPieces = Traits::kTuning.staged_pieces > 0;
   static constexpr int kAhead =
-      kBuffersPieces ? kTuning<Traits>.staged_pieces : kSteps * kCtas / 2;  // pieces on their way
+      kBuffersPieces ? Traits::kTuning.staged_pieces : kSteps * kCtas / 2;  // pieces on their way
   static constexpr bool kRunsOn = kSteps % kAhead == 0;  // into the next KV tile: a step's piece is always in one place
 
-  const HopperParams& params;
+  const TmaParams& params;
   int32_t token = 0;  // the lane's first
   int32_t entry[kRows] = {};
   uint4 coming[kBuffersPieces ? 1 : kAhead];
   float scales[Stored::kRowsHaveScales ? Row::Latent::kScales * kRows : 1];  // of the rows, or the cache's
 
-  __device__ __forceinline__ DequantizingCopier(const HopperParams& params_, const KvShare<Traits>& /*share*/)
+  __device__ __forceinline__ DequantizingCopier(const TmaParams& params_, const KvShare<Traits>& /*share*/)
       : params(params_) {}
 
   /// The first of the warp's rows in the tile.
   __device__ __forceinline__ static int warp_row() {
     const int row = ptx::thread_id() / 32 * kWarpTokens;
-    return kCtas == 1 ? row : static_cast<int>(ptx::cluster_rank()) * (kTuning<Traits>.kv_tile / kCtas) + row;
+    return kCtas == 1 ? row : static_cast<int>(ptx::cluster_rank()) * (Traits::kTuning.kv_tile / kCtas) + row;
   }
 
   /// The first of the lane's. Eight lanes write a pair of rows, chosen so that their stores fall into different banks.
@@ -248,4 +248,4 @@ struct DequantizingCopier {
   __device__ __forceinline__ float scale(int step) const { return scales[place_of_scale(step)]; }
 };
 
-}  // namespace attn::sm90
+}  // namespace attn::feed

@@ -2,14 +2,14 @@
 // read the schedule.
 #pragma once
 
-#include "attention/sm90/params.h"
-#include "attention/sm90/shape.h"
+#include "attention/feed/params.h"
+#include "attention/feed/tuning.h"
 #include "attention/tile/row_tile.cuh"
 #include "attention/tile/work_cursor.cuh"
 #include "attention/variant/variants.h"
 #include "planner/page_table.h"
 
-namespace attn::sm90 {
+namespace attn::feed {
 
 /// A row tile, read once.
 struct LoadedRowTile {
@@ -104,4 +104,4 @@ struct WorkItem {
 };
 static_assert(sizeof(WorkItem) <= kWorkItemBytes && kWorkItemBytes % 16 == 0);
 
-}  // namespace attn::sm90
+}  // namespace attn::feed

@@ -6,22 +6,22 @@
 // look_up() starts to read the page table. found() has what was read, and copy() is called when the ring has room.
 #pragma once
 
-#include "attention/sm90/feed/shared_memory.cuh"
-#include "attention/sm90/feed/work_item.cuh"
-#include "attention/sm90/params.h"
-#include "attention/sm90/tiles.cuh"
+#include "attention/feed/params.h"
+#include "attention/feed/shared_memory.cuh"
+#include "attention/feed/tiles.cuh"
+#include "attention/feed/work_item.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/copy.cuh"
 #include "common/ptx/math.cuh"
 #include "common/ptx/warp.cuh"
 
-namespace attn::sm90 {
+namespace attn::feed {
 
 /// The part of each KV tile that a warp of the producer loads: half of the tokens of K, or of V.
 template <class Traits>
 struct KvShare {
   using Shared = SharedMemory<Traits>;
-  static constexpr int kTokens = kTuning<Traits>.kv_tile / 2;
+  static constexpr int kTokens = Traits::kTuning.kv_tile / 2;
   static constexpr int kMaxBlocks = max_of(KTile<Traits>::kBlocks, VTile<Traits>::kBlocks);
   /// With wide heads: the blocks in the first part of a stage.
   static constexpr int kLeftBlocks = VTile<Traits>::kBlocks / 2;
@@ -52,13 +52,13 @@ struct BoxCopier {
   static constexpr bool kGathers = false;
   using Shared = SharedMemory<Traits>;
   using Tile = KTile<Traits>;  // V tiles have K's layout, but may have another number of blocks
-  const HopperParams& params;
+  const TmaParams& params;
   const KvShare<Traits>& share;
   int32_t token = 0;  // first token of the lane's box
   int32_t entry = 0;
   bool wanted = false;
 
-  __device__ __forceinline__ BoxCopier(const HopperParams& params_, const KvShare<Traits>& share_)
+  __device__ __forceinline__ BoxCopier(const TmaParams& params_, const KvShare<Traits>& share_)
       : params(params_), share(share_) {}
 
   /// Starts to look up the boxes of the tile from `tile_token` on.
@@ -120,14 +120,14 @@ struct RowCopier {
   using Shared = SharedMemory<Traits>;
   using Tile = KTile<Traits>;  // V tiles have K's layout, but may have another number of blocks
   static constexpr int kLaneTokens = KvShare<Traits>::kTokens / 32;
-  static constexpr bool kFindsRuns = kTuning<Traits>.finds_runs;
-  const HopperParams& params;
+  static constexpr bool kFindsRuns = Traits::kTuning.finds_runs;
+  const TmaParams& params;
   const KvShare<Traits>& share;
   int32_t token = 0;  // first token of the lane
   int32_t entry[kLaneTokens] = {};
   bool wanted[kLaneTokens] = {};
 
-  __device__ __forceinline__ RowCopier(const HopperParams& params_, const KvShare<Traits>& share_)
+  __device__ __forceinline__ RowCopier(const TmaParams& params_, const KvShare<Traits>& share_)
       : params(params_), share(share_) {}
 
   __device__ __forceinline__ void look_up(const LoadedRowTile& tile, int32_t tile_token) {
@@ -243,4 +243,4 @@ struct RowCopier {
   }
 };
 
-}  // namespace attn::sm90
+}  // namespace attn::feed

@@ -1,0 +1,58 @@
+// What the Hopper design adds to a kernel's traits, and its tiles beside the feed's.
+#pragma once
+
+#include "attention/feed/params.h"
+#include "attention/feed/tiles.cuh"
+#include "attention/sm90/shape.h"
+#include "attention/traits.cuh"
+#include "attention/variant/variants.h"
+#include "common/elements.cuh"
+
+namespace attn::sm90 {
+
+/// Kernel: its Traits.
+template <class Kernel>
+struct HopperTraits : Kernel {
+  using Shape = typename Kernel::Shape;
+  using Hooks = VariantHooks<typename Kernel::Variant>;
+  using Params = typename Conditional<Kernel::kIsLatent, LatentTmaParams, TmaParams>::Type;  // of a launch
+
+  static constexpr Tuning kTuningOfShape = tuning(Shape::kDims, Kernel::StoredElement::kBytes);
+  /// K and V are transformed in the ring while the tiles before them are multiplied (prepared_tiles.cuh). Not where the
+  /// ring may have fewer than four tiles in use (Tuning::max_parts_in_flight): this needs two tiles after those that
+  /// are multiplied. There registers are scarce, too.
+  static constexpr bool kTransformsEarly =
+      Kernel::kTransformsCache && !Kernel::kDequantizes && kTuningOfShape.stage_parts > 1;
+  // The consumers that transform early need more registers than others.
+  static constexpr Tuning kTuning = kTransformsEarly ? with_producer_registers(kTuningOfShape, 72) : kTuningOfShape;
+  /// The KV tiles of an item are taken from the last to the first. A bias with a slope mostly grows from token to token
+  /// (ALiBi's does): rows then find their maxima among their nearest tokens, and can keep them (prefill.cuh).
+  static constexpr bool kTakesLastFirst = kTuning.keeps_maxima && Hooks::kBiasSlope;
+  /// The two CTAs that have the halves of row tiles are a cluster, and dequantize KV tiles for each other.
+  static constexpr bool kMayBeCluster = Kernel::kIsLatent && Kernel::kDequantizesOnLoad;
+  /// Row tiles for wgmma multiply 8-bit elements (float8_prefill.cuh): where weights are probabilities, whose range is
+  /// known, and neither Q nor the cache is rewritten.
+  static constexpr bool kMultipliesFloat8 = Kernel::kHasFloat8Query && is_same<typename Kernel::QElement, Float8E4M3> &&
+                                            multiplies_float8(Shape::kDims) && Kernel::Variant::kUsesSoftmax &&
+                                            !Hooks::kQuery && !Kernel::kTransformsCache;
+  /// Q of 8 bits becomes Element when it is loaded.
+  static constexpr bool kDequantizesQuery = Kernel::kHasFloat8Query && !kMultipliesFloat8;
+  /// Consumers rewrite Q in shared memory before they multiply it.
+  static constexpr bool kRewritesQuery = Kernel::kConvertsQuery || Hooks::kQuery;
+  using QueryElement =  // in shared memory
+      typename Conditional<kMultipliesFloat8, typename Kernel::QElement, typename Kernel::Element>::Type;
+  /// Columns of O that a consumer warpgroup makes: the head's, and perhaps some more. With wide heads, half of them.
+  static constexpr int kVColumns = is_wide(Shape::kDims) ? Shape::kV / 2 : columns_of_products(Shape::kVMultiplied);
+};
+
+/// Rows of O on their way to global memory, where Q was.
+template <class Traits>
+using OTile = SwizzledTile<typename Traits::OutElement, Traits::Shape::kV, Traits::kTuning.q_rows()>;
+
+// K and V as wgmma takes them: of an 8-bit cache, dequantized.
+template <class Traits>
+using WgmmaKTile = SwizzledTile<typename Traits::Element, Traits::Shape::kQk, Traits::kTuning.kv_tile>;
+template <class Traits>
+using WgmmaVTile = SwizzledTile<typename Traits::Element, Traits::Shape::kV, Traits::kTuning.kv_tile>;
+
+}  // namespace attn::sm90
