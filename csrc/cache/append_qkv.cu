@@ -1,9 +1,250 @@
-// The entries of append_qkv. The source that includes this file defines attn::KernelElement, of the heads,
-// attn::KernelCacheElement, of a 16-bit cache, and attn::kKernelQuantizes, whether the cache has 8 bits.
+// Normalizes, rotates and writes a projection's output to the cache in one launch. Each group of heads of one token
+// (HeadGroup) is taken once, by as many lanes as a head has chunks. Many CTAs, each of which issues all loads before it
+// uses the first, keep the memory busy.
+//
+// The source that includes this file defines attn::KernelElement, of the heads, attn::KernelCacheElement, of a 16-bit
+// cache, and attn::kKernelQuantizes, whether the cache has 8 bits.
 
-#include "cache/append_qkv.cuh"
+#include "cache/elements_in_memory.cuh"
+#include "cache/params.h"
+#include "common/elements.cuh"
+#include "common/ptx/grid_dependency.cuh"
+#include "common/ptx/warp.cuh"
 
 namespace attn {
+
+/// Cosine and sine. Not inlined: the code is long, as sincosf has a path for angles that are not reduced.
+__device__ __noinline__ float2 cos_sin(float angle) {
+  float2 result;
+  sincosf(angle, &result.y, &result.x);
+  return result;
+}
+
+/// Cosines and sines of the kSize pairs of a chunk: first as the table has them, so that nothing waits for them.
+template <class Element, int32_t kSize, bool kAligned>
+struct Angles {
+  uint32_t cosines[kSize];
+  uint32_t sines[kSize];
+
+  __device__ __forceinline__ void load(const QkvParams& p, int32_t position, int32_t first_pair) {
+    if (!kAligned && p.rotary == RotaryTable::kFrequencies) {
+      load_floats<kSize, kAligned>(static_cast<const float*>(p.table) + first_pair, cosines);
+      return;
+    }
+    const int64_t first = table_row(p, position) + first_pair;
+    const int32_t half = p.rotary_dim / 2;
+    if (p.rotary == RotaryTable::kCosSin) {
+      const uint16_t* row = static_cast<const uint16_t*>(p.table) + first;
+      load_words<kSize, kAligned>(row, cosines);
+      load_words<kSize, kAligned>(row + half, sines);
+    } else {
+      const float* row = static_cast<const float*>(p.table) + first;
+      load_floats<kSize, kAligned>(row, cosines);
+      load_floats<kSize, kAligned>(row + half, sines);
+    }
+  }
+
+  /// Turns what was loaded into the bits of float32 numbers.
+  __device__ __forceinline__ void widen(const QkvParams& p, int32_t position) {
+    if (p.rotary == RotaryTable::kCosSin) {
+#pragma unroll
+      for (int32_t i = kSize - 1; i >= 0; --i) {
+        cosines[i] = __float_as_uint(Element::unpack(cosines[i / 2] >> i % 2 * 16));
+        sines[i] = __float_as_uint(Element::unpack(sines[i / 2] >> i % 2 * 16));
+      }
+    } else if (!kAligned && p.rotary == RotaryTable::kFrequencies) {
+#pragma unroll
+      for (int32_t i = 0; i < kSize; ++i) {
+        const float2 rotation = cos_sin(reduced_angle(position, __uint_as_float(cosines[i])));
+        cosines[i] = __float_as_uint(rotation.x);
+        sines[i] = __float_as_uint(rotation.y);
+      }
+    }
+  }
+};
+
+/// 2 * kSize elements of a head, of a 16-bit type.
+template <class Element, int32_t kSize, bool kAligned>
+struct Chunk {
+  uint32_t words[kSize];  // two elements each: the lower half of the chunk, then the upper
+
+  /// from: the lower half; the upper is `distance` elements further.
+  __device__ __forceinline__ void load(const uint16_t* from, int32_t distance) {
+    load_words<kSize, kAligned>(from, words);
+    load_words<kSize, kAligned>(from + distance, words + kSize / 2);
+  }
+
+  __device__ __forceinline__ void store(uint16_t* to, int32_t distance) const {
+    store_words<kSize, kAligned>(words, to);
+    store_words<kSize, kAligned>(words + kSize / 2, to + distance);
+  }
+
+  __device__ __forceinline__ float operator[](int32_t i) const { return Element::unpack(words[i / 2] >> i % 2 * 16); }
+
+  /// Hides the words' values from the compiler. Otherwise it keeps the floats that it unpacked for the sum of squares,
+  /// in twice the registers.
+  __device__ __forceinline__ void opaque() {
+#pragma unroll
+    for (int32_t i = 0; i < kSize; ++i) asm volatile("" : "+r"(words[i]));
+  }
+
+  __device__ __forceinline__ float sum_of_squares() const {
+    float sum = 0.0f;
+#pragma unroll
+    for (int32_t i = 0; i < 2 * kSize; ++i) sum += (*this)[i] * (*this)[i];
+    return sum;
+  }
+
+  /// Elements (2i, 2i + 1) go to (i, kSize + i).
+  __device__ __forceinline__ void deinterleave() {
+    uint32_t was[kSize];
+#pragma unroll
+    for (int32_t i = 0; i < kSize; ++i) was[i] = words[i];
+#pragma unroll
+    for (int32_t i = 0; i < kSize / 2; ++i) {
+      words[i] = __byte_perm(was[2 * i], was[2 * i + 1], 0x5410);
+      words[kSize / 2 + i] = __byte_perm(was[2 * i], was[2 * i + 1], 0x7632);
+    }
+  }
+
+  __device__ __forceinline__ void interleave() {
+    uint32_t was[kSize];
+#pragma unroll
+    for (int32_t i = 0; i < kSize; ++i) was[i] = words[i];
+#pragma unroll
+    for (int32_t i = 0; i < kSize / 2; ++i) {
+      words[2 * i] = __byte_perm(was[i], was[kSize / 2 + i], 0x5410);
+      words[2 * i + 1] = __byte_perm(was[i], was[kSize / 2 + i], 0x7632);
+    }
+  }
+};
+
+/// Sums over the `lanes` lanes, a power of two, that have a head. All lanes of a warp take part.
+template <int32_t kCount>
+__device__ __forceinline__ void add_over_lanes(float (&x)[kCount], int32_t lanes) {
+#pragma unroll
+  for (int32_t step = 1; step < 32; step *= 2) {
+    if (step >= lanes) return;
+#pragma unroll
+    for (int32_t i = 0; i < kCount; ++i) x[i] += __shfl_xor_sync(ptx::kAllLanes, x[i], step);
+  }
+}
+
+/// kKernel: what kernel_for() says. kQuantizes: the cache is of 8 bits. CacheElement: of a cache that is not. The grid
+/// has append_qkv_ctas() CTAs.
+template <class Element, QkvKernel kKernel, bool kQuantizes, class CacheElement = Element>
+__device__ __forceinline__ void append_qkv(const QkvParams& p) {
+  constexpr int32_t kSize = half_chunk(kKernel);
+  constexpr bool kAligned = kKernel != QkvKernel::kGeneral, kNormalizes = kKernel != QkvKernel::kPlain;
+  const int32_t lanes = 1 << p.lane_bits;
+  const int32_t thread = static_cast<int32_t>(threadIdx.x), chunk = thread & (lanes - 1);
+  const int32_t groups = kAppendQkvThreads >> p.lane_bits;  // of this CTA
+  const HeadGroup group = head_group(p, static_cast<int32_t>(blockIdx.x) * groups + (thread >> p.lane_bits));
+  const ChunkPlace place = place_of_chunk(p, chunk, kSize);
+  const int32_t distance = place.high - place.low;
+  const bool is_q = group.kind == HeadKind::kQ, is_v = group.kind == HeadKind::kV;
+  const int32_t heads = 2 * kSize * chunk < p.head_dim ? group.heads : 0;
+  const bool is_rotated = place.is_rotated && p.rotary != RotaryTable::kNone && !is_v && heads > 0;
+  const HeadRows& rows = is_q ? p.q : is_v ? p.v : p.k;
+  const uint16_t* from = static_cast<const uint16_t*>(rows.data) + group.token * rows.token_stride +
+                         group.first_head * rows.head_stride + place.low;
+  const uint16_t* weights = static_cast<const uint16_t*>(is_q ? p.q_norm : is_v ? nullptr : p.k_norm);
+  const bool is_cached = !is_q && heads > 0;
+  const bool is_normed = kNormalizes && weights != nullptr && heads > 0;
+
+  ptx::wait_for_previous_grid();
+  ptx::allow_next_grid();  // it waits for this one itself, before it reads the cache
+  // All loads are issued before anything waits for one of them. Only the row of the table must wait, for its position.
+  IndexArray::Words position_words{}, slot_words{group.token, 0};
+  if (is_rotated) position_words = p.positions.words(group.token);
+  if (is_cached && p.slots) slot_words = p.slots.words(group.token);
+  Chunk<Element, kSize, kAligned> x[kGroupHeads] = {};
+#pragma unroll
+  for (int32_t i = 0; i < kGroupHeads; ++i)
+    if (i < heads) x[i].load(from + i * rows.head_stride, distance);
+  Chunk<Element, kSize, kAligned> weight;
+  if (is_normed) weight.load(weights + place.low, distance);
+  const bool is_quantized = kQuantizes && is_cached;
+  const KvScale& scale = is_v ? p.scales.v : p.scales.k;
+  float scales[kGroupHeads];
+#pragma unroll
+  for (int32_t i = 0; i < kGroupHeads; ++i)
+    if (is_quantized && i < heads) scales[i] = scale.of(0, group.first_head + i);
+  const int32_t position = p.positions.narrow(position_words);
+  Angles<Element, kSize, kAligned> angles;
+  if (is_rotated) angles.load(p, position, chunk * kSize);
+
+  float factors[kGroupHeads];
+  if constexpr (kNormalizes) {
+#pragma unroll
+    for (int32_t i = 0; i < kGroupHeads; ++i) factors[i] = x[i].sum_of_squares();
+    add_over_lanes(factors, lanes);
+#pragma unroll
+    for (int32_t i = 0; i < kGroupHeads; ++i)
+      factors[i] = rsqrtf(__fdividef(factors[i], static_cast<float>(p.head_dim)) + p.norm_eps);
+  }
+  if (is_rotated) angles.widen(p, position);
+  if (is_normed && p.is_interleaved != 0) weight.deinterleave();
+
+  const int32_t element_bytes = is_quantized ? 1 : 2;
+  KvTensor target = KvTensor{p.q_out.data, 0, p.q_out.token_stride, p.q_out.head_stride};
+  SlotPlace token{0, group.token};
+  if (!is_q) {
+    target = is_v ? p.v_cache : p.k_cache;
+    const int32_t slot = p.slots.narrow(slot_words);
+    if (!p.pages.has(slot)) return;
+    token = p.pages.place(slot);
+  }
+  const int64_t element = target.element(token, group.first_head) + place.low;
+  char* to = static_cast<char*>(const_cast<void*>(target.data)) + element * element_bytes;
+  const int64_t head_bytes = target.head_stride * element_bytes;
+#pragma unroll
+  for (int32_t i = 0; i < kGroupHeads; ++i) {
+    if (i >= heads) return;
+    x[i].opaque();
+    if (p.is_interleaved != 0) x[i].deinterleave();
+    const Divisor divisor(is_quantized ? scales[i] : 1.0f);
+    const float offset = kNormalizes ? factors[i] * p.norm_offset : 0.0f;
+    ByteChunk<kSize, kAligned> bytes;
+#pragma unroll
+    for (int32_t j = 0; j < kSize / 2; ++j) {
+      // Two pairs that turn by an angle each.
+      float a[2], b[2];
+#pragma unroll
+      for (int32_t k = 0; k < 2; ++k) {
+        a[k] = x[i][2 * j + k], b[k] = x[i][kSize + 2 * j + k];
+        if (is_normed) {
+          a[k] *= factors[i] * weight[2 * j + k] + offset;
+          b[k] *= factors[i] * weight[kSize + 2 * j + k] + offset;
+        }
+        if (is_rotated) {
+          const float cosine = __uint_as_float(angles.cosines[2 * j + k]);
+          const float sine = __uint_as_float(angles.sines[2 * j + k]);
+          const float first = a[k];
+          a[k] = first * cosine - b[k] * sine;
+          b[k] = b[k] * cosine + first * sine;
+        }
+      }
+      if (is_quantized) {
+        bytes.set(j, a[0], a[1], divisor, p.scales.element);
+        bytes.set(kSize / 2 + j, b[0], b[1], divisor, p.scales.element);
+      } else if (!is_same<Element, CacheElement> && is_cached) {
+        x[i].words[j] = pack_finite<CacheElement>(a[0], a[1]);
+        x[i].words[kSize / 2 + j] = pack_finite<CacheElement>(b[0], b[1]);
+      } else {
+        x[i].words[j] = Element::pack(a[0], a[1]);
+        x[i].words[kSize / 2 + j] = Element::pack(b[0], b[1]);
+      }
+    }
+    if (is_quantized) {
+      if (p.is_interleaved != 0) bytes.interleave();
+      bytes.store(reinterpret_cast<uint8_t*>(to + i * head_bytes), distance);
+    } else {
+      if (p.is_interleaved != 0) x[i].interleave();
+      x[i].store(reinterpret_cast<uint16_t*>(to + i * head_bytes), distance);
+    }
+  }
+}
 
 /// As many CTAs share a multiprocessor as fit without spilled registers.
 constexpr int kPlainCtasPerSm = kKernelQuantizes ? 8 : 9;

@@ -32,11 +32,6 @@ ATTN_HD int64_t divide(int64_t a, int64_t b) {
 }
 
 template <class Int>
-ATTN_HD constexpr Int round_down(Int a, Int b) {
-  return a / b * b;
-}
-
-template <class Int>
 ATTN_HD constexpr Int round_up(Int a, Int b) {
   return (a + b - 1) / b * b;
 }

@@ -30,7 +30,7 @@ void load_append(String file, int64_t device) {
 /// Where there are no tokens it has one CTA: a run() that follows relies on this launch.
 void launch(const driver::Kernel& kernel, int64_t ctas, uint32_t threads, const void* params, DLDevice device) {
   driver::launch(kernel, driver::Launch{static_cast<uint32_t>(max_of<int64_t>(ctas, 1)), 1, threads, true}, params,
-                 current_stream(device));
+                 driver::current_stream(device));
 }
 
 HeadRows head_rows(const TensorView& t) { return HeadRows{t.data_ptr(), t.stride(0), t.stride(1)}; }

@@ -223,10 +223,14 @@ void Attention::set_workspace(void* schedule, void* partial_o, void* partial_lse
   row_ranges_ = static_cast<RowRange*>(row_ranges);
 }
 
-void Attention::lock() {
+bool Attention::try_lock() {
   uintptr_t user = 0;
   const uintptr_t self = static_cast<uintptr_t>(pthread_self());
-  if (user_.compare_exchange_strong(user, self, std::memory_order_acquire) || user == self) return;
+  return user_.compare_exchange_strong(user, self, std::memory_order_acquire) || user == self;
+}
+
+void Attention::lock() {
+  if (try_lock()) return;
   TVM_FFI_THROW(InUseError) << "this Attention is in use by another thread: plan() and run() of one object must "
                                "follow one another; give each thread an object of its own";
 }
@@ -237,9 +241,7 @@ void Attention::begin_plan() {
 }
 
 void Attention::abandon_plan() {
-  uintptr_t user = 0;
-  const uintptr_t self = static_cast<uintptr_t>(pthread_self());
-  if (!user_.compare_exchange_strong(user, self, std::memory_order_acquire) && user != self) return;
+  if (!try_lock()) return;
   planned_page_size_ = 0;
   unlock();
 }

@@ -157,6 +157,8 @@ class Attention {
     KernelCode merge_code{};
   };
 
+  /// lock() without the error: returns whether this thread uses the object.
+  bool try_lock();
   void find_row_ranges(int32_t level, driver::Stream stream);
   PlannedSelection planned_selection(int32_t level) const;
   int64_t row_ranges_bytes() const;

@@ -42,8 +42,8 @@ struct LaunchAttribute {
 };
 
 struct LaunchConfig {
-  unsigned grid_x, grid_y, grid_z;
-  unsigned block_x, block_y, block_z;
+  unsigned grid[3];
+  unsigned block[3];
   unsigned shared_bytes;
   Stream stream;
   LaunchAttribute* attributes;
@@ -289,16 +289,13 @@ void launch(const Kernel& kernel, const Launch& shape, const void* params, Strea
     attribute.value.cluster.y = shape.cluster_y;
     attribute.value.cluster.z = 1;
   }
-  LaunchConfig config{};
-  config.grid_x = shape.grid_x;
-  config.grid_y = shape.grid_y;
-  config.grid_z = shape.grid_z;
-  config.block_x = shape.threads;
-  config.block_y = config.block_z = 1;
-  config.shared_bytes = static_cast<unsigned>(shape.shared_bytes < 0 ? kernel.shared_bytes : shape.shared_bytes);
-  config.stream = stream;
-  config.attributes = attributes;
-  config.num_attributes = num_attributes;
+  const int32_t shared_bytes = shape.shared_bytes < 0 ? kernel.shared_bytes : shape.shared_bytes;
+  const LaunchConfig config{{shape.grid_x, shape.grid_y, shape.grid_z},
+                            {shape.threads, 1, 1},
+                            static_cast<unsigned>(shared_bytes),
+                            stream,
+                            attributes,
+                            num_attributes};
   void* arguments[] = {const_cast<void*>(params)};
   const Result result = driver().cuLaunchKernelEx(&config, kernel.function, arguments, nullptr);
   if (result != 0) {

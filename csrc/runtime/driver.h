@@ -72,13 +72,9 @@ int32_t max_shared_bytes(int32_t device);
 /// Launches with one plain-data parameter struct. Throws RuntimeError naming the kernel and CUDA's error.
 void launch(const Kernel& kernel, const Launch& shape, const void* params, Stream stream);
 
-}  // namespace attn::driver
-
-namespace attn {
-
 /// torch's current stream of a CUDA device; nullptr for a CPU.
-inline driver::Stream current_stream(DLDevice device) {
+inline Stream current_stream(DLDevice device) {
   return device.device_type == kDLCUDA ? TVMFFIEnvGetStream(device.device_type, device.device_id) : nullptr;
 }
 
-}  // namespace attn
+}  // namespace attn::driver

@@ -14,6 +14,21 @@ using tvm::ffi::String;
 
 constexpr int64_t kMaxBlocks = 1 << 16;
 
+/// The states of each row: one in o, the other in o_b, both [rows, heads, head_dim]; or those that indptr counts, of o
+/// [states, heads, head_dim]; or o [rows, states, heads, head_dim].
+#define MERGE_STATES_ARGUMENTS(ARGUMENT)        \
+  ARGUMENT(TensorView, o)                       \
+  ARGUMENT(TensorView, lse)                     \
+  ARGUMENT(TensorView, out)                     \
+  ARGUMENT(TensorView, out_lse)                 \
+  ARGUMENT(bool, is_log2) /* lse and out_lse */ \
+  ARGUMENT(String, file)  /* the cubin */       \
+  ARGUMENT(Optional<TensorView>, o_b)           \
+  ARGUMENT(Optional<TensorView>, lse_b)         \
+  ARGUMENT(Optional<TensorView>, indptr)        \
+  ARGUMENT(Optional<TensorView>, mask)
+ATTN_ARGUMENTS(MergeStatesArguments, MERGE_STATES_ARGUMENTS);
+
 /// Elements from one tensor to another: both become views of one tensor's states.
 int64_t distance(const TensorView& from, const TensorView& to, int64_t element_bytes) {
   return static_cast<int64_t>(reinterpret_cast<intptr_t>(to.data_ptr()) - reinterpret_cast<intptr_t>(from.data_ptr())) /
@@ -35,61 +50,44 @@ void check_other(const char* name, const TensorView& other, const TensorView& fi
     refuse(name, "not aligned", "aligned to its elements");
 }
 
-/// How the states of a row are given.
-enum class StateForm {
-  kTwo,      // one in o, the other in o_b, [rows, heads, head_dim] each
-  kCounted,  // those that indptr counts, of o [states, heads, head_dim]
-  kOfRow     // o [rows, states, heads, head_dim]
-};
-
-/// The shapes of o and lse.
-void check_states(const TensorView& o, const TensorView& lse, StateForm form) {
-  const int32_t last = o.ndim() - 1;
-  const char* const first = form == StateForm::kCounted ? "states" : "rows";
-  if (form == StateForm::kOfRow) {
+/// The states that are merged. Returns the number of rows.
+int64_t set_states(MergeStatesParams& params, const MergeStatesArguments& given) {
+  const TensorView &o = given.o, &lse = given.lse;
+  const DLDevice device = o.device();
+  const bool has_other = given.o_b.has_value(), is_counted = !has_other && given.indptr.has_value();
+  const bool has_state_dim = !has_other && !is_counted;
+  const char* const first = is_counted ? "states" : "rows";
+  if (has_state_dim)
     check_shape("o", o, {{first}, {"states"}, {"heads"}, {"head_dim"}});
-  } else {
+  else
     check_shape("o", o, {{first}, {"heads"}, {"head_dim"}});
-  }
+  const int32_t last = o.ndim() - 1, state_dim = has_state_dim ? 1 : 0;
   check_contiguous_dim("o", o, last);
-  const Dim heads{"heads", o.size(last - 1)};
-  if (form == StateForm::kOfRow) {
-    check_rows("lse", lse, o.device(), kFloat32, {{first, o.size(0)}, {"states", o.size(1)}, heads});
-  } else {
-    check_rows("lse", lse, o.device(), kFloat32, {{first, o.size(0)}, heads});
-  }
-}
-
-/// The states that are merged, whose shapes have been checked. Returns the number of rows.
-int64_t set_states(MergeStatesParams& params, const TensorView& o, const TensorView& lse,
-                   const Optional<TensorView>& o_b, const Optional<TensorView>& lse_b,
-                   const Optional<TensorView>& indptr, StateForm form) {
+  const Dim rows{first, o.size(0)}, heads{"heads", o.size(last - 1)};
+  if (has_state_dim)
+    check_rows("lse", lse, device, kFloat32, {rows, {"states", o.size(1)}, heads});
+  else
+    check_rows("lse", lse, device, kFloat32, {rows, heads});
   params.o = o.data_ptr();
   params.lse = static_cast<const float*>(lse.data_ptr());
-  params.o_head_stride = o.stride(o.ndim() - 2);
-  if (form == StateForm::kOfRow) {
-    params.num_states = narrow("o.shape[1] (states)", o.size(1));
-    params.o_row_stride = o.stride(0);
-    params.o_state_stride = o.stride(1);
-    params.lse_row_stride = lse.stride(0);
-    params.lse_state_stride = lse.stride(1);
-    return o.size(0);
+  params.o_head_stride = o.stride(last - 1);
+  params.o_state_stride = o.stride(state_dim);
+  params.lse_state_stride = lse.stride(state_dim);
+  if (is_counted) {
+    params.indptr = index_array("indptr", given.indptr.value(), device, 1);
+    return given.indptr.value().size(0) - 1;
   }
-  if (form == StateForm::kCounted) {
-    params.indptr = index_array("indptr", indptr.value(), o.device(), 1);
-    params.o_state_stride = o.stride(0);
-    params.lse_state_stride = lse.stride(0);
-    return indptr.value().size(0) - 1;
-  }
-  const Dim rows{"rows", o.size(0)}, heads{"heads", o.size(1)}, head_dim{"head_dim", o.size(2)};
-  if (!lse_b.has_value()) refuse("lse_b", "None", "a tensor with o_b");
-  check_other("o_b", o_b.value(), o, o.device(), {rows, heads, head_dim});
-  check_other("lse_b", lse_b.value(), lse, o.device(), {rows, heads});
-  params.num_states = 2;
   params.o_row_stride = o.stride(0);
-  params.o_state_stride = distance(o, o_b.value(), o.dtype().bits / 8);
   params.lse_row_stride = lse.stride(0);
-  params.lse_state_stride = distance(lse, lse_b.value(), 4);
+  params.num_states = has_other ? 2 : narrow("o.shape[1] (states)", o.size(1));
+  if (has_other) {
+    if (!given.lse_b.has_value()) refuse("lse_b", "None", "a tensor with o_b");
+    const TensorView &o_b = given.o_b.value(), &lse_b = given.lse_b.value();
+    check_other("o_b", o_b, o, device, {rows, heads, {"head_dim", o.size(2)}});
+    check_other("lse_b", lse_b, lse, device, {rows, heads});
+    params.o_state_stride = distance(o, o_b, o.dtype().bits / 8);
+    params.lse_state_stride = distance(lse, lse_b, 4);
+  }
   return o.size(0);
 }
 
@@ -115,31 +113,13 @@ const uint8_t* mask_data(const TensorView& mask, DLDevice device, int64_t rows) 
   return static_cast<const uint8_t*>(mask.data_ptr());
 }
 
-/// The states of each row. With o_b and lse_b: StateForm::kTwo; with indptr: kCounted; else kOfRow.
-#define MERGE_STATES_ARGUMENTS(ARGUMENT)        \
-  ARGUMENT(TensorView, o)                       \
-  ARGUMENT(TensorView, lse)                     \
-  ARGUMENT(TensorView, out)                     \
-  ARGUMENT(TensorView, out_lse)                 \
-  ARGUMENT(bool, is_log2) /* lse and out_lse */ \
-  ARGUMENT(String, file)  /* the cubin */       \
-  ARGUMENT(Optional<TensorView>, o_b)           \
-  ARGUMENT(Optional<TensorView>, lse_b)         \
-  ARGUMENT(Optional<TensorView>, indptr)        \
-  ARGUMENT(Optional<TensorView>, mask)
-ATTN_ARGUMENTS(MergeStatesArguments, MERGE_STATES_ARGUMENTS);
-
 void merge_states(const MergeStatesArguments& given) {
-  const TensorView &o = given.o, &lse = given.lse;
+  const TensorView& o = given.o;
   const DLDevice device = o.device();
-  const StateForm form = given.o_b.has_value()      ? StateForm::kTwo
-                         : given.indptr.has_value() ? StateForm::kCounted
-                                                    : StateForm::kOfRow;
   MergeStatesParams params{};
   params.dtype = float_dtype("o", o);
   check_memory("o", o);
-  check_states(o, lse, form);
-  const int64_t rows = set_states(params, o, lse, given.o_b, given.lse_b, given.indptr, form);
+  const int64_t rows = set_states(params, given);
   params.num_rows = narrow("rows", rows);
   params.num_heads = narrow("heads", o.size(o.ndim() - 2));
   params.head_dim = narrow("head_dim", o.size(o.ndim() - 1));
@@ -152,7 +132,7 @@ void merge_states(const MergeStatesArguments& given) {
       driver::loaded_kernel({given.file.data(), given.file.size()}, "merge_states_kernel", device.device_id);
   const int64_t blocks = std::min(kMaxBlocks, ceil_div(rows * params.num_heads, int64_t{kMergeStatesThreads / 32}));
   driver::launch(kernel, driver::Launch{static_cast<uint32_t>(blocks), 1, kMergeStatesThreads, true}, &params,
-                 current_stream(device));
+                 driver::current_stream(device));
 }
 
 }  // namespace

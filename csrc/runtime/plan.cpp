@@ -95,7 +95,8 @@ int64_t plan_level(const PlanLevelArguments& given) {
   attention.level(options.index) = level;
   attention.set_has_slots(options.index, options.has_slots);
   if (options.index + 1 < options.num_levels) return 0;
-  return attention.plan(options.num_levels, options.finds_row_ranges, !options.pages_change, current_stream(device));
+  return attention.plan(options.num_levels, options.finds_row_ranges, !options.pages_change,
+                        driver::current_stream(device));
 }
 
 }  // namespace

@@ -151,7 +151,7 @@ void launch(const SamplingParams& params, const LaunchOptions& options, bool fro
   const std::string_view file{options.file.data(), options.file.size()};
   const std::string masked = params.token_mask != nullptr ? "masked_" : "";
   const int32_t row_ctas = narrow("row_ctas", options.row_ctas, 0, kWorkspaceMessages), max_ctas = options.max_ctas;
-  const driver::Stream stream = current_stream(device);
+  const driver::Stream stream = driver::current_stream(device);
   constexpr int32_t kMaxGridRows = 65535;
   if (!from_probs && is_unfiltered(params) && params.batch <= kMaxGridRows) {
     const bool may_share = params.workspace != nullptr && params.batch <= kMaxSharedRows;

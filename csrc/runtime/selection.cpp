@@ -43,7 +43,7 @@ void selected_slots(const SelectedSlotsArguments& given) {
   params.slots_stride = out.stride(0);
   params.num_slots = params.num_indices;
   check_apart(params);
-  launch_selection(params, device, current_stream(device));
+  launch_selection(params, device, driver::current_stream(device));
 }
 
 }  // namespace

@@ -81,16 +81,13 @@ StructRow describe() {
   return StructRow(StructFields<Struct>::name, static_cast<int64_t>(sizeof(Struct)), fields);
 }
 
-template <class... Structs>
-Array<StructRow> describe_all() {
-  return {describe<Structs>()...};
-}
-
 /// A struct comes after those that it holds.
 Array<StructRow> struct_tables() {
-  return describe_all<Visibility, RowPositions, Level, ScheduleHeader, RowGroup, RowTile, Position, RowLink, PrefixNode,
-                      ScheduleConfig, ScheduleLayout, IndexArray, PageTable, PlanLevel, AttentionConfig, LevelOptions,
-                      WorkspaceSize>();
+  return {describe<Visibility>(),   describe<RowPositions>(),   describe<Level>(),           describe<ScheduleHeader>(),
+          describe<RowGroup>(),     describe<RowTile>(),        describe<Position>(),        describe<RowLink>(),
+          describe<PrefixNode>(),   describe<ScheduleConfig>(), describe<ScheduleLayout>(),  describe<IndexArray>(),
+          describe<PageTable>(),    describe<PlanLevel>(),      describe<AttentionConfig>(), describe<LevelOptions>(),
+          describe<WorkspaceSize>()};
 }
 
 /// The values of enumerations, by their names in C++; designs, by the names of their folders; and limits that Python

@@ -1,12 +1,17 @@
-// csrc/cache/append_qkv.cuh on a CPU, for ctypes: with emulated/ in the place of CUDA. CTAs run one after another.
+// csrc/cache/append_qkv.cu and append_rounded.cu on a CPU, for ctypes: with emulated/ in the place of CUDA. CTAs run
+// one after another.
 #include "no_shared_memory.h"
 
-#include "cache/append_qkv.cuh"
+#include "common/elements.cuh"
 
 namespace attn {
-using KernelElement = BFloat16;  // of the entry of append_rounded, which is not called
-}
+// Of the entries, which are not called.
+using KernelElement = BFloat16;
+using KernelCacheElement = BFloat16;
+constexpr bool kKernelQuantizes = false;
+}  // namespace attn
 
+#include "cache/append_qkv.cu"
 #include "cache/append_rounded.cu"
 
 namespace {

@@ -196,7 +196,7 @@ FAULTS = (
     ),
     Fault(
         "append_qkv: weights of Q's norm for K",
-        "csrc/cache/cpu/append_qkv.cpp",
+        "csrc/cache/cpu/append.cpp",
         "finish(p_.k_norm, true);",
         "finish(p_.q_norm, true);",
         ("tests/kernels/test_append_qkv.py",),
@@ -847,7 +847,7 @@ FAULTS = (
     Fault(
         "threads: a run does not claim its Attention",
         "csrc/runtime/run.cpp",
-        "  const Attention::InUse in_use(attention);\n",
+        "  const std::lock_guard<Attention> in_use(attention);\n",
         "",
         THREADS,
     ),

@@ -76,8 +76,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
   void compute(const WorkItem* next_item) {
     load_queries();
     __builtin_memset(s_.o, 0,
-                     sizeof(float) * static_cast<unsigned>(ceil_div(rows_, Engine::kPanelRows) * Engine::kPanelRows *
-                                                           engine_.o_stride()));
+                     sizeof(float) * static_cast<unsigned>(round_up(rows_, Engine::kPanelRows) * engine_.o_stride()));
     for (int r = 0; r < rows_; ++r) {
       s_.row_max[r] = Variant::kUsesSoftmax ? -INFINITY : 0.0f;
       s_.row_sum[r] = 0.0f;
@@ -120,7 +119,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
           Element transformed[kMaxHeadDim];
           const ScoreRow row = score_row(r);
           Rows::transform_row(
-              q, dims_.qk, Variant::kQueryPairs, query_scale(), transformed,
+              q, dims_.qk, Variant::kQueryPairs, scale_of(&AttentionScales::q, 0), transformed,
               [&](const Pair& x, int32_t first, int32_t second) { return variant_.query(x, first, second, row); });
           engine_.load_query(r, transformed);
           continue;
@@ -136,14 +135,14 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     const KvTokens group_tokens(group_, item_.head);
     if constexpr (VariantHooks<Variant>::kKey) {
       Rows::transform_rows(tokens.keys, dims_.qk, part, group_tokens, token, Variant::kKeyPairs,
-                           key_scale(group_.request), keys,
+                           scale_of(&AttentionScales::k, group_.request), keys,
                            [&](const Pair& x, int32_t first, int32_t second, const KvToken& at) {
                              return variant_.key(x, first, second, at);
                            });
     }
     if constexpr (VariantHooks<Variant>::kValue) {
       Rows::transform_rows(tokens.values, dims_.v, part, group_tokens, token, Variant::kValuePairs,
-                           value_scale(group_.request), values,
+                           scale_of(&AttentionScales::v, group_.request), values,
                            [&](const Pair& x, int32_t first, int32_t second, const KvToken& at) {
                              return variant_.value(x, first, second, at);
                            });
@@ -158,17 +157,9 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     }
   }
 
-  // Scales of Q and of the cache; 1 where there are none.
-  float query_scale() const {
-    if constexpr (kWidens) return variant_.scales.q.of(0, item_.head);
-    return 1.0f;
-  }
-  float key_scale(int32_t request) const {
-    if constexpr (kWidens) return variant_.scales.k.of(request, item_.head);
-    return 1.0f;
-  }
-  float value_scale(int32_t request) const {
-    if constexpr (kWidens) return variant_.scales.v.of(request, item_.head);
+  /// A scale of Q or of the cache; 1 where there are none.
+  float scale_of(KvScale AttentionScales::* which, int32_t request) const {
+    if constexpr (kWidens) return (variant_.scales.*which).of(request, item_.head);
     return 1.0f;
   }
 
@@ -176,15 +167,16 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
   /// their scales already.
   float score_scale(int row) const {
     float scale = params_.sm_scale;
-    if constexpr (kWidens && !VariantHooks<Variant>::kQuery) scale *= query_scale();
-    if constexpr (kWidens && !VariantHooks<Variant>::kKey) scale *= key_scale(scale_request(variant_.scales.k, row));
+    if constexpr (kWidens && !VariantHooks<Variant>::kQuery) scale *= scale_of(&AttentionScales::q, 0);
+    if constexpr (kWidens && !VariantHooks<Variant>::kKey)
+      scale *= scale_of(&AttentionScales::k, scale_request(variant_.scales.k, row));
     return scale;
   }
 
   /// The factor of a row of outputs: `factor`, and V's scale, if no variant has transformed V.
   float output_scale(float factor, int row) const {
     if constexpr (kWidens && !VariantHooks<Variant>::kValue)
-      factor *= value_scale(scale_request(variant_.scales.v, row));
+      factor *= scale_of(&AttentionScales::v, scale_request(variant_.scales.v, row));
     return factor;
   }
 
@@ -193,7 +185,7 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
   }
 
   void process_block(TokenRange block, TokenRows& tokens, const TokenRows& next) {
-    const int padded = ceil_div(tokens.count, Engine::kColumnStep) * Engine::kColumnStep;
+    const int padded = round_up(tokens.count, Engine::kColumnStep);
     for (int i = tokens.count; i < padded; ++i) tokens.keys[i] = tokens.values[i] = cache_.no_token;
     constexpr bool kTransforms = VariantHooks<Variant>::kKey || VariantHooks<Variant>::kValue;
     for (int begin = 0; begin < padded; begin += Rows::kPackTokens) {
@@ -233,8 +225,8 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     const int rows = min_of(Engine::kPanelRows, rows_ - row);
     const TokenRange seen = visibility_.seen_by_any(position(row), position(row + rows - 1), block);
     if (seen.begin >= seen.end) return Panel{};
-    const int begin = round_down(seen.begin - block.begin, Engine::kColumnStep);
-    const int end = ceil_div(seen.end - block.begin, Engine::kColumnStep) * Engine::kColumnStep;
+    const int begin = (seen.begin - block.begin) / Engine::kColumnStep * Engine::kColumnStep;
+    const int end = round_up(seen.end - block.begin, Engine::kColumnStep);
     return Panel{row, rows, begin, end};
   }
 

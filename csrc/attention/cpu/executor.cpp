@@ -36,50 +36,34 @@ Scratch& thread_scratch() {
   return *scratch;
 }
 
-/// A CTA's work items, one for each (row tile, KV head) that its interval touches.
-class CtaInterval {
- public:
-  CtaInterval(const AttentionParams& params, int32_t cta)
-      : params_(params),
-        cta_(cta),
-        position_(params.schedule.positions[cta]),
-        end_(params.schedule.positions[cta + 1]) {}
-
-  bool next(WorkItem& item) {
-    if (!(position_ < end_)) return false;
-    const int32_t num_kv_tiles = params_.schedule.tiles[position_.tile].num_kv_tiles;
-    const bool ends_inside = position_.tile == end_.tile && position_.head == end_.head;
-    item.tile = position_.tile;
-    item.head = position_.head;
-    item.kv_tile_begin = position_.kv_tile;
-    item.kv_tile_end = ends_inside ? end_.kv_tile : num_kv_tiles;
-    const bool keeps_row_states =
-        params_.schedule.groups[params_.schedule.tiles[position_.tile].group].state_begin >= 0;
-    const bool is_whole = item.kv_tile_begin == 0 && item.kv_tile_end == num_kv_tiles;
-    if (keeps_row_states && item.kv_tile_begin == 0)
-      item.partial = kRowStates;
-    else
-      item.partial = is_whole ? kWhole : partial_slot(cta_, item.kv_tile_begin > 0 ? kStartsInside : kEndsInside);
-    position_.kv_tile = 0;
-    if (++position_.head == params_.num_kv_heads) {
-      position_.head = 0;
-      ++position_.tile;
-    }
-    return true;
+/// The next work item of a CTA's interval, from `position` on: the part of a (row tile, KV head) that the interval
+/// touches. Returns false at the interval's end.
+bool next_item(const AttentionParams& params, int32_t cta, Position& position, WorkItem& item) {
+  const Position end = params.schedule.positions[cta + 1];
+  if (!(position < end)) return false;
+  const RowTile& tile = params.schedule.tiles[position.tile];
+  const bool ends_inside = position.tile == end.tile && position.head == end.head;
+  item =
+      WorkItem{position.tile, position.head, position.kv_tile, ends_inside ? end.kv_tile : tile.num_kv_tiles, kWhole};
+  if (item.kv_tile_begin > 0)
+    item.partial = partial_slot(cta, kStartsInside);
+  else if (params.schedule.groups[tile.group].state_begin >= 0)
+    item.partial = kRowStates;
+  else if (item.kv_tile_end < tile.num_kv_tiles)
+    item.partial = partial_slot(cta, kEndsInside);
+  position.kv_tile = 0;
+  if (++position.head == params.num_kv_heads) {
+    position.head = 0;
+    ++position.tile;
   }
-
- private:
-  const AttentionParams& params_;
-  const int32_t cta_;
-  Position position_;
-  const Position end_;
-};
+  return true;
+}
 
 void run_cta(const CpuAttentionParams& params, const Kernels& kernels, HeadDims dims, int32_t cta) {
-  CtaInterval interval(params, cta);
+  Position position = params.schedule.positions[cta];
   WorkItem item, next;
-  for (bool more = interval.next(item); more; item = next) {
-    more = interval.next(next);
+  for (bool more = next_item(params, cta, position, item); more; item = next) {
+    more = next_item(params, cta, position, next);
     kernels.run_work_item(params, dims, item, more ? &next : nullptr, thread_scratch());
   }
 }

@@ -49,27 +49,16 @@ struct MatrixProduct {
     for (; column < columns; column += Isa::kWidth) block<Rows, 1>(a, lda, b + column, ldb, c + column, ldc, depth);
   }
 
-  /// The last rows, fewer than kMicroRows.
-  template <int Rows>
-  static void last_rows(int rows, const float* a, int lda, const float* b, int ldb, float* c, int ldc, int depth,
-                        int columns) {
-    if constexpr (Rows > 0) {
-      if (rows == Rows)
-        rows_of<Rows>(a, lda, b, ldb, c, ldc, depth, columns);
-      else
-        last_rows<Rows - 1>(rows, a, lda, b, ldb, c, ldc, depth, columns);
-    }
-  }
-
+  /// `Rows` at a time, then the last rows, which are fewer.
+  template <int Rows = Isa::kMicroRows>
   static void run(const float* a, int lda, const float* b, int ldb, float* c, int ldc, int rows, int depth,
                   int columns) {
-    while (rows >= Isa::kMicroRows) {
-      rows_of<Isa::kMicroRows>(a, lda, b, ldb, c, ldc, depth, columns);
-      a += Isa::kMicroRows * lda;
-      c += Isa::kMicroRows * ldc;
-      rows -= Isa::kMicroRows;
+    for (; rows >= Rows; rows -= Rows) {
+      rows_of<Rows>(a, lda, b, ldb, c, ldc, depth, columns);
+      a += Rows * lda;
+      c += Rows * ldc;
     }
-    last_rows<Isa::kMicroRows - 1>(rows, a, lda, b, ldb, c, ldc, depth, columns);
+    if constexpr (Rows > 1) run<Rows - 1>(a, lda, b, ldb, c, ldc, rows, depth, columns);
   }
 };
 

@@ -79,7 +79,7 @@ struct CacheRows {
   }
 
   /// Converts a row of Q from the other 16-bit type. What exceeds the largest float16 becomes that, as on a GPU.
-  static void convert_row(const typename OtherElementOf<Element>::Type* row, int columns, Element* to) {
+  static void convert_row(const OtherElement<Element>* row, int columns, Element* to) {
     alignas(64) float values[kMaxHeadDim];
     for (int j = 0; j < columns; j += Isa::kWidth) Isa::store(values + j, Isa::load_elements(row + j, columns - j));
     if constexpr (is_same<Element, Half>) {
@@ -155,7 +155,7 @@ struct QueryRows {
       }
     }
     if (params.is_mixed) {
-      Rows::convert_row(static_cast<const typename OtherElementOf<Element>::Type*>(part.data) + element, columns, made);
+      Rows::convert_row(static_cast<const OtherElement<Element>*>(part.data) + element, columns, made);
       return made;
     }
     return static_cast<const Element*>(part.data) + element;

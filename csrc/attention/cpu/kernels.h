@@ -71,17 +71,15 @@ struct CpuAttentionParams : LatentAttentionParams {
   bool is_mixed;  // Q and O have the other 16-bit type than the cache, which products take
 };
 
-/// Runs an item; `next`, if there is one, is what this thread will run after it.
-using RunWorkItem = void (*)(const CpuAttentionParams&, HeadDims dims, const WorkItem&, const WorkItem* next, Scratch&);
-using MergePair = void (*)(const CpuAttentionParams&, HeadDims dims, const SplitPair&, Scratch&);
-using MergeRow = void (*)(const CpuAttentionParams&, HeadDims dims, int32_t row, Scratch&);
-
 using FindRowRanges = void (*)(const RowRangeParams&);
 
 struct Kernels {
-  RunWorkItem run_work_item;
-  MergePair merge_pair;           // a pair that several CTAs share
-  MergeRow merge_row;             // all heads of a row that is in several row groups
+  /// `next`, if there is one, is what this thread will run after the item.
+  void (*run_work_item)(const CpuAttentionParams&, HeadDims, const WorkItem&, const WorkItem* next, Scratch&);
+  /// A pair that several CTAs share.
+  void (*merge_pair)(const CpuAttentionParams&, HeadDims, const SplitPair&, Scratch&);
+  /// All heads of a row that is in several row groups.
+  void (*merge_row)(const CpuAttentionParams&, HeadDims, int32_t row, Scratch&);
   FindRowRanges find_row_ranges;  // of a variant with a mask; else nullptr
 };
 

@@ -19,7 +19,6 @@ class RowStates {
   using Isa = typename Engine::Isa;
   using Float = typename Isa::Float;
   using Element = typename Engine::Element;
-  using OtherElement = typename OtherElementOf<Element>::Type;
 
  public:
   static void merge_pair(const CpuAttentionParams& params, HeadDims dims, const SplitPair& pair, Scratch& scratch) {
@@ -110,7 +109,7 @@ class RowStates {
       Float8E4M3* const out = static_cast<Float8E4M3*>(params.o) + element;
       for (int32_t i = 0; i < columns; ++i) from_float(o[i] * factor, out[i]);
     } else if (params.is_mixed) {
-      store_elements(o, columns, static_cast<OtherElement*>(params.o) + element);
+      store_elements(o, columns, static_cast<OtherElement<Element>*>(params.o) + element);
     } else {
       store_elements(o, columns, static_cast<Element*>(params.o) + element);
     }

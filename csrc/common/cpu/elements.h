@@ -26,17 +26,8 @@ struct Float8E5M2 {
 
 /// The other 16-bit type; of float, itself.
 template <class Element>
-struct OtherElementOf {
-  using Type = Element;
-};
-template <>
-struct OtherElementOf<Half> {
-  using Type = BFloat16;
-};
-template <>
-struct OtherElementOf<BFloat16> {
-  using Type = Half;
-};
+using OtherElement = typename Conditional<is_same<Element, Half>, BFloat16,
+                                          typename Conditional<is_same<Element, BFloat16>, Half, Element>::Type>::Type;
 
 /// Returns body(Element{}), with the type of `dtype`: float32, float16 or bfloat16.
 template <class Body>
