@@ -118,7 +118,7 @@ ATTN_HD int32_t request_of(int32_t path_key) { return kMaxForestRequests - 1 - (
 ATTN_HD int32_t pages_of(int32_t path_key) { return path_key >> kRequestBits; }
 
 /// Shared memory that the device planner needs for a forest, in bytes: the arrays above, and four words of scratch
-/// (ForestScratch in planner/device/forest.cuh).
+/// (ForestMemory in forest_steps.h).
 ATTN_HD constexpr int32_t forest_shared_bytes(int32_t num_requests) {
   const int32_t request_bytes = sizeof(ForestRequest) + sizeof(ForestNode) + 4 * sizeof(int32_t);
   return round_up(num_requests * request_bytes, 16);

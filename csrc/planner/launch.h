@@ -13,7 +13,7 @@ constexpr int32_t kPlanThreads = 512;
 constexpr int32_t kMaxSearchCtas = 128;
 
 /// Bytes of shared memory that its first CTA needs in addition to the forest and the row groups: PlanShared
-/// (planner/device/context.cuh).
+/// (planner/context.h).
 constexpr int32_t kPlanSharedBytes = 18 * 1024;
 
 /// A forest is sought only in plans of fewer row tiles than this, so that the cost of a KV tile of all of them is an

@@ -280,16 +280,16 @@ FAULTS = (
     ),
     Fault(
         "planner: more row tiles than there is room for are no error",
-        "csrc/planner/host/planner.cpp",
-        "  if (counted > config.max_tiles) planned.errors |= kQoIndptrInvalid;\n",
+        "csrc/planner/steps.h",
+        "  if (num_tiles > config.max_tiles) Threads::report(c.shared.errors, kQoIndptrInvalid);\n",
         "",
         ("tests/csrc/test_device_planner.py", "-k", "room"),
     ),
     Fault(
         "planner: a request without rows has a row tile of the largest kind",
-        "csrc/planner/host/planner.cpp",
-        "group.kind == config.max_kind && group.qo_len > 0;",
-        "group.kind == config.max_kind;",
+        "csrc/planner/steps.h",
+        "group.kind == config.max_kind && group.qo_len > 0)",
+        "group.kind == config.max_kind)",
         ("tests/csrc/test_device_planner.py", "-k", "without_rows"),
     ),
     Fault(
