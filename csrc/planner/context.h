@@ -4,7 +4,6 @@
 #pragma once
 
 #include "planner/cost_model.h"
-#include "planner/launch.h"
 #include "planner/params.h"
 
 #if defined(__CUDACC__)

@@ -2,7 +2,7 @@
 // Both give the same schedule, bit for bit.
 //
 //   read    lengths and page tables become row groups, with invalid values clamped (groups.h)
-//   decide  shared prefixes become nodes of a forest; those that pay add row groups (forest_steps.h)
+//   decide  shared prefixes become nodes of a forest; those that pay add row groups (forest.h)
 //   place   row groups become row tiles, each with its cost, in one list (schedule.h)
 //   cut     the list is cut into an interval for each CTA of the attention kernel (cost_model.h, cuts.h)
 //   write   header, levels, and the links of rows to the row groups of the forest
@@ -14,26 +14,35 @@
 
 #include "planner/context.h"
 #include "planner/cuts.h"
-#include "planner/forest_steps.h"
+#include "planner/forest.h"
 #include "planner/groups.h"
-#include "planner/schedule_writer.h"
 
 namespace attn {
 
-/// Links rows to the row groups of a composition, a warp a group, and checks row lists.
+/// Checks row lists, and links the rows of a composition to their row groups, a warp a group.
 template <class Threads>
 ATTN_STEP void link_rows(PlanContext<Threads>& c) {
+  const PlanParams& p = c.p;
   uint32_t errors = 0;
   int32_t num_merge_rows = 0;
 #pragma unroll 1
   for (int32_t g = Threads::warp(); g < c.planned.num_groups; g += Threads::kWarps) {
-    const RowGroup group = c.p.schedule.groups[g];
+    const RowGroup group = p.schedule.groups[g];
+    const int32_t* const rows = p.levels[group.level].rows;
 #pragma unroll 1
-    for (int32_t row = Threads::lane(); row < group.qo_len; row += Threads::kLanes)
-      num_merge_rows = max_of(num_merge_rows, link_row(c.p, group, g, row, errors));
+    for (int32_t i = Threads::lane(); i < group.qo_len; i += Threads::kLanes) {
+      const int32_t row = rows != nullptr ? rows[group.qo_begin + i] : group.qo_begin + i;
+      if (row < 0 || row >= p.config.max_rows) {
+        errors |= kRowInvalid;
+        continue;
+      }
+      num_merge_rows = max_of(num_merge_rows, row + 1);
+      if (p.num_levels > 1)
+        p.schedule.links[static_cast<int64_t>(group.level) * p.config.max_merge_rows + row] = RowLink{g, i};
+    }
   }
   Threads::report(c.shared.errors, errors);
-  if (c.p.num_levels > 1) Threads::raise_by_warp(c.shared.num_merge_rows, num_merge_rows);
+  if (p.num_levels > 1) Threads::raise_by_warp(c.shared.num_merge_rows, num_merge_rows);
 }
 
 /// Reads row groups, cuts the row groups of a batch invariant plan into KV chunks, and links their rows.
@@ -75,7 +84,7 @@ ATTN_STEP void read_groups(PlanContext<Threads>& c) {
   }
   if (p.seeks_forest) c.planned.num_requests = num_requests;
   Threads::sync();
-  if (links_rows(p)) link_rows(c);
+  if (p.num_levels > 1 || p.levels[0].rows != nullptr) link_rows(c);
 }
 
 /// Counts the row tiles of row groups.
@@ -151,6 +160,55 @@ ATTN_STEP void cut_work(PlanContext<Threads>& c) {
   for_each<Threads>(p.config.num_ctas + 1, [&](int32_t cta) {
     p.schedule.positions[cta] = find_position(p, tiles, planned, c.total_cost, cta);
   });
+}
+
+/// Levels of the schedule: the composition's levels, and one with the forest's row groups.
+ATTN_HD int32_t count_levels(const PlanParams& p) { return p.num_levels + (p.seeks_forest ? 1 : 0); }
+
+/// Writes the header, without the levels.
+ATTN_HD void write_header(const PlanParams& p, const Planned& planned) {
+  ScheduleHeader& header = *p.schedule.header;
+  header.num_groups = planned.num_groups;
+  header.num_tiles = planned.num_tiles;
+  header.errors = planned.errors;
+  header.num_levels = count_levels(p);
+  header.num_merge_rows = planned.num_merge_rows;
+  header.num_links = planned.num_links;
+  header.flags = planned.flags;
+  header.whole_pairs = planned.whole_pairs;
+  header.num_requests = planned.num_requests;
+  header.queue_head = header.second_queue_head = 0;
+  header.aligned_tile = planned.aligned_tile;
+  header.aligned_cta = planned.aligned_cta;
+  header.aligned_parts = planned.aligned_parts;
+  header.share = planned.share;
+  header.section_tokens = p.config.section_tokens;
+  for (int32_t kind = 0; kind < kNumCostKinds; ++kind) {
+    header.kv_tile_cost[kind] = p.config.kv_tile_cost[kind];
+    header.pair_cost[kind] = p.config.pair_cost[kind];
+  }
+}
+
+/// Whether a forest of one node has all rows of the requests, in their order. Its row group then needs no row list, and
+/// Q of the largest row tiles loads faster (ADR 13). The rows must fill such tiles: Q may hold anything after the
+/// last.
+ATTN_HD bool node_needs_no_list(const PlanParams& p, const Planned& planned) {
+  if (!has_one_prefix(p, planned)) return false;
+  const RowGroup& last = p.schedule.groups[p.levels[0].num_groups - 1];
+  const int32_t num_rows = last.qo_begin + last.qo_len;
+  return planned.num_merge_rows == num_rows && packed_rows_of(p.config, num_rows) % tile_rows(p.config.max_kind) == 0;
+}
+
+/// Describes a level. `without_list`: the forest's, if node_needs_no_list().
+ATTN_HD void write_level(const PlanParams& p, int32_t index, bool without_list) {
+  const PlanLevel& level = p.levels[index];
+  const int32_t* rows = index == p.num_levels && without_list ? nullptr : level.rows;
+  int32_t group_begin = 0;
+  for (int32_t i = 0; i < index; ++i) group_begin += p.levels[i].num_groups;
+  p.schedule.header->levels[index] = Level{level.table.indices,     rows,
+                                           level.positions,         level.row_ranges,
+                                           level.table.num_entries, level.table.entry_step,
+                                           level.visibility,        group_begin};
 }
 
 /// Writes the header and the levels.

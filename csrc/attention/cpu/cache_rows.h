@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention/cpu/kernels.h"
-#include "attention/variant/kv_tokens.h"
+#include "attention/variant/coordinates.h"
 #include "attention/variant/variants.h"
 #include "cache/scaled_latent.h"
 #include "common/cpu/elements.h"

@@ -1,7 +1,6 @@
 // row_ranges.h and kv_tile_lists.h of attention/ on a CPU: row by row, and row tile by row tile.
 #pragma once
 
-#include "attention/variant/kv_tile_lists.h"
 #include "attention/variant/row_ranges.h"
 #include "attention/variant/variants.h"
 

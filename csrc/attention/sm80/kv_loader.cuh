@@ -9,7 +9,7 @@
 #include "attention/params.h"
 #include "attention/sm80/shape.h"
 #include "attention/sm80/tiles.cuh"
-#include "attention/tile/dequantized_row.cuh"
+#include "attention/tile/dequantized.cuh"
 #include "attention/tile/row_tile.cuh"
 #include "attention/tile/work_cursor.cuh"
 #include "common/ptx/copy.cuh"

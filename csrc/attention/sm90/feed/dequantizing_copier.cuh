@@ -8,7 +8,7 @@
 #include "attention/sm90/feed/work_item.cuh"
 #include "attention/sm90/params.h"
 #include "attention/sm90/tiles.cuh"
-#include "attention/tile/dequantized_row.cuh"
+#include "attention/tile/dequantized.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/cluster.cuh"
 #include "common/ptx/copy.cuh"
