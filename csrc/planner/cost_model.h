@@ -1,5 +1,4 @@
-// What row tiles cost, and what each CTA should get of the whole. The device planner and the host planner share it: the
-// same arithmetic gives the same schedule, bit for bit.
+// What row tiles cost, and what each CTA should get of the whole.
 #pragma once
 
 #include "planner/params.h"
@@ -27,28 +26,16 @@ ATTN_HD PlacedTile placed_tile(const RowTile& tile, const RowGroup& group) {
   return PlacedTile{tile.cost_begin, cost_kind(tile.kind, group.state_begin), tile.num_kv_tiles};
 }
 
-/// What each CTA gets if a list of row tiles is shared equally.
-struct EqualShares {
-  int64_t cost;
-  int64_t pairs;  // (row tile, head) pairs, if they take about the same time
-};
-
-ATTN_HD EqualShares equal_shares(const PlanParams& p, int32_t num_tiles, int64_t total_cost) {
-  const int64_t num_pairs = static_cast<int64_t>(num_tiles) * p.config.num_kv_heads;
-  return EqualShares{divide(total_cost + p.config.num_ctas - 1, p.num_ctas),
-                     divide(num_pairs + p.config.num_ctas - 1, p.num_ctas)};
-}
-
-/// The cost that each CTA gets of a list of `num_tiles` row tiles, `first` being the first. If all pairs cost the same,
-/// as in a batch of equal lengths, and whole pairs cost at most 4 % more than an equal share, each CTA gets whole
-/// pairs: nothing has to be merged, and CTAs that share a KV head's tokens read them at the same time (ADR 8). The
-/// test compares averages, so a mixed list may pass it. Such a list loses at most the same 4 %.
-ATTN_HD int64_t cta_share(const PlanParams& p, const PlacedTile& first, int32_t num_tiles, int64_t total_cost,
-                          const EqualShares& equal) {
-  const int64_t share = max_of<int64_t>(equal.cost, p.config.min_share);
+/// The cost that each CTA gets of a list of `num_pairs` (row tile, head) pairs. `first`: its first row tile;
+/// `equal_cost`, `equal_pairs`: what a CTA gets if the list is shared equally. If all pairs cost the same, as in a
+/// batch of equal lengths, and whole pairs cost at most 4 % more than an equal share, each CTA gets whole pairs:
+/// nothing has to be merged, and CTAs that share a KV head's tokens read them at the same time (ADR 8). The test
+/// compares averages, so a mixed list may pass it. Such a list loses at most the same 4 %.
+ATTN_HD int64_t cta_share(const PlanParams& p, const PlacedTile& first, int64_t num_pairs, int64_t total_cost,
+                          int64_t equal_cost, int64_t equal_pairs) {
+  const int64_t share = max_of<int64_t>(equal_cost, p.config.min_share);
   const int64_t whole_pair_cost = pair_cost(p.config, first.cost_kind, first.num_kv_tiles);
-  const int64_t num_pairs = static_cast<int64_t>(num_tiles) * p.config.num_kv_heads;
-  const int64_t whole_pairs = equal.pairs * whole_pair_cost;
+  const int64_t whole_pairs = equal_pairs * whole_pair_cost;
   return num_pairs * whole_pair_cost == total_cost && whole_pairs >= share && (whole_pairs - share) * 25 <= share
              ? whole_pairs
              : share;
@@ -100,7 +87,7 @@ struct PairDistribution {
 /// Pairs of the largest row tiles stay whole if CTAs then end no further apart than what cutting costs. That is a
 /// merge, and what comes before a pair's KV tiles once more. If there are more pairs than CTAs, they go to the work
 /// queue. Row groups must then have several row tiles, or a CTA would wait longer for its next pair than it computes.
-/// `most_pairs`: of a CTA, of EqualShares.
+/// `most_pairs`: of a CTA, if all get equally many.
 ATTN_HD PairDistribution distribute_pairs(const PlanParams& p, const Planned& planned, int64_t total_cost,
                                           int64_t most_pairs) {
   const ScheduleConfig& config = p.config;
@@ -127,12 +114,14 @@ ATTN_HD PairDistribution distribute_pairs(const PlanParams& p, const Planned& pl
 
 /// Decides on share and flags, once everything else is known.
 ATTN_HD void finish_plan(const PlanParams& p, const PlacedTile& first, int64_t total_cost, Planned& planned) {
-  const EqualShares equal = equal_shares(p, planned.num_tiles, total_cost);
-  planned.share = cta_share(p, first, planned.num_tiles, total_cost, equal);
+  const int64_t num_pairs = static_cast<int64_t>(planned.num_tiles) * p.config.num_kv_heads;
+  const int64_t equal_cost = divide(total_cost + p.config.num_ctas - 1, p.num_ctas);
+  const int64_t equal_pairs = divide(num_pairs + p.config.num_ctas - 1, p.num_ctas);
+  planned.share = cta_share(p, first, num_pairs, total_cost, equal_cost, equal_pairs);
   planned.aligned_tile = planned.num_tiles;
   planned.aligned_cta = p.config.num_ctas;
   planned.aligned_parts = planned.aligned_kv_tiles = 0;
-  const PairDistribution distribution = distribute_pairs(p, planned, total_cost, equal.pairs);
+  const PairDistribution distribution = distribute_pairs(p, planned, total_cost, equal_pairs);
   const bool is_plain = planned.num_merge_rows == 0 && p.num_levels == 1 && p.levels[0].rows == nullptr;
   planned.flags = (is_plain ? kIsPlain : 0) | (distribution.uses_queue ? kUsesQueue : 0) |
                   (planned.has_largest_tiles ? kHasLargestTiles : 0);

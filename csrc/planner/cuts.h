@@ -1,5 +1,4 @@
-// Where each CTA's interval starts. The device planner and the host planner share it: the same arithmetic gives the
-// same schedule, bit for bit.
+// Where each CTA's interval starts.
 #pragma once
 
 #include "planner/cost_model.h"
@@ -82,13 +81,7 @@ ATTN_HD Position find_position(const PlanParams& p, const Tiles& tiles, const Pl
   const int64_t cost = cta * planned.share;
   if (cost >= total_cost) return Position{num_tiles, 0, 0, planned.flags};
   const ScheduleConfig& config = p.config;
-  int32_t low = 0;  // row tile `low` starts at or before `cost`
-  for (int32_t count = num_tiles; count > 1;) {
-    const int32_t half = count / 2;  // of the `count` tiles from `low` on, the one sought is among the first count -
-                                     // half, or those after `low + half`
-    if (tiles(low + half).cost_begin <= cost) low += half;
-    count -= half;
-  }
+  const int32_t low = find_last(num_tiles, [&](int32_t i) { return tiles(i).cost_begin <= cost; });
   const PlacedTile tile = tiles(low);
   const int32_t own_cost = config.pair_cost[tile.cost_kind];
   const int32_t kv_tile_cost = config.kv_tile_cost[tile.cost_kind];

@@ -1,6 +1,5 @@
 // Turns metadata into row groups and row tiles. The planner reads an engine's metadata, clamps values that cannot be
-// right, and reports them. The device planner and the host planner share it: the same arithmetic gives the same
-// schedule, bit for bit.
+// right, and reports them.
 #pragma once
 
 #include "planner/params.h"
@@ -185,15 +184,7 @@ ATTN_HD int32_t first_kv_tile_list(const ScheduleConfig& config, int32_t request
 
 /// How many of a list's KV tiles begin before `token`.
 ATTN_HD int32_t count_listed_before(const KvTileList& list, int32_t token) {
-  int32_t low = 0;
-  for (int32_t high = list.count; low < high;) {
-    const int32_t middle = low + (high - low) / 2;
-    if (list.kv_tiles[middle].token() < token)
-      low = middle + 1;
-    else
-      high = middle;
-  }
-  return low;
+  return find_last(list.count + 1, [&](int32_t i) { return list.kv_tiles[i - 1].token() < token; });
 }
 
 /// Reduces row tile number `index` of a row group to its listed KV tiles. A row group may be a part of its request: a

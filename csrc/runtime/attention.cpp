@@ -10,7 +10,7 @@
 #include "attention/variant/row_ranges.h"
 #include "planner/forest.h"
 #include "planner/host/planner.h"
-#include "planner/launch.h"
+#include "planner/params.h"
 #include "runtime/checks.h"
 #include "runtime/designs.h"
 

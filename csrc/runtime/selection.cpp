@@ -4,7 +4,7 @@
 #include <atomic>
 #include <string>
 
-#include "planner/host/selection.h"
+#include "planner/host/planner.h"
 #include "runtime/arguments.h"
 #include "runtime/driver.h"
 

@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "cuda_emulation.h"
-#include "planner/launch.h"
+#include "planner/params.h"
 
 alignas(128) char memory[256 << 10];  // shared memory
 

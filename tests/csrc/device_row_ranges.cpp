@@ -1,5 +1,5 @@
-// The row_ranges kernel of a variant on a CPU, for ctypes: attention/variant/row_ranges.cuh and kv_tile_lists.cuh with
-// emulated/ in the place of CUDA. CTAs run one after another, so that what they share may be static.
+// The row_ranges kernel of a variant on a CPU, for ctypes: attention/variant/row_ranges.cu with emulated/ in the place
+// of CUDA. CTAs run one after another, so that what they share may be static.
 #include "no_shared_memory.h"
 
 #undef __shared__

@@ -1,8 +1,8 @@
-// csrc/planner/device/selection.cuh on a CPU, for ctypes: with emulated/ in the place of CUDA. CTAs run one after
+// csrc/planner/device/selection.cu on a CPU, for ctypes: with emulated/ in the place of CUDA. CTAs run one after
 // another.
 #include "no_shared_memory.h"
 
-#include "planner/device/selection.cuh"
+#include "planner/device/selection.cu"
 
 namespace {
 

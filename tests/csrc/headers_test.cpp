@@ -9,9 +9,9 @@
 #include "common/math.h"
 #include "planner/cuts.h"
 #include "planner/groups.h"
-#include "planner/launch.h"
+#include "planner/params.h"
 #include "planner/schedule.h"
-#include "planner/schedule_writer.h"
+#include "planner/steps.h"
 #include "planner/visibility.h"
 #include "sampling/sampling.h"
 

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "planner/launch.h"
-#include "planner/schedule_writer.h"
+#include "planner/params.h"
+#include "planner/steps.h"
 
 namespace attn {
 

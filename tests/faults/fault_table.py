@@ -280,16 +280,16 @@ FAULTS = (
     ),
     Fault(
         "planner: more row tiles than there is room for are no error",
-        "csrc/planner/host/planner.cpp",
-        "  if (counted > config.max_tiles) planned.errors |= kQoIndptrInvalid;\n",
+        "csrc/planner/steps.h",
+        "  if (num_tiles > config.max_tiles) Threads::report(c.shared.errors, kQoIndptrInvalid);\n",
         "",
         ("tests/csrc/test_device_planner.py", "-k", "room"),
     ),
     Fault(
         "planner: a request without rows has a row tile of the largest kind",
-        "csrc/planner/host/planner.cpp",
-        "group.kind == config.max_kind && group.qo_len > 0;",
-        "group.kind == config.max_kind;",
+        "csrc/planner/steps.h",
+        "group.kind == config.max_kind && group.qo_len > 0)",
+        "group.kind == config.max_kind)",
         ("tests/csrc/test_device_planner.py", "-k", "without_rows"),
     ),
     Fault(
@@ -832,7 +832,7 @@ FAULTS = (
     ),
     Fault(
         "masks with holes: each listed KV tile counts as seen by all rows",
-        "csrc/attention/variant/kv_tile_lists.h",
+        "csrc/attention/variant/row_ranges.h",
         "level_tile.tokens(p, kv_tile).begin, !answer.some_hidden)",
         "level_tile.tokens(p, kv_tile).begin, true)",
         (ROW_GROUPS, "-k", "masks_with_holes"),
@@ -888,7 +888,7 @@ FAULTS = (
     ),
     Fault(
         "sparse MLA on a GPU: a warp's slots where those of the warp before are",
-        "csrc/planner/device/selection.cuh",
+        "csrc/planner/device/selection.cu",
         "if (i < warp) place += warp_count;",
         "if (i + 1 < warp) place += warp_count;",
         ("tests/csrc/test_device_selection.py",),
@@ -909,7 +909,7 @@ FAULTS = (
     ),
     Fault(
         "latents: scales of their own are those of the columns before",
-        "csrc/attention/tile/dequantized_row.cuh",
+        "csrc/attention/tile/dequantized.cuh",
         "{ return piece * kBlockColumns / Latent::kColumnsOfScale; }",
         "{ return max_of(piece - 1, 0) * kBlockColumns / Latent::kColumnsOfScale; }",
         ("tests/csrc/test_latent_kernels.py", "-k", "scaled"),

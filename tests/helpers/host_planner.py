@@ -40,7 +40,7 @@ def build(folder: Path, device: bool = False, one_kind: bool = False) -> ctypes.
     tests = ROOT / "tests" / "csrc"
     sources = [
         tests / "host_planner.cpp",
-        *(ROOT / "csrc" / "planner" / "host" / name for name in ("planner.cpp", "forest.cpp")),
+        *(ROOT / "csrc" / "planner" / "host" / name for name in ("planner.cpp",)),
     ]
     includes = [ROOT / "csrc"]
     if device:

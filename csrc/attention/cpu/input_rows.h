@@ -4,7 +4,7 @@
 #include "attention/cpu/kernels.h"
 #include "attention/cpu/work_item.h"
 #include "attention/params.h"
-#include "attention/variant/kv_tokens.h"
+#include "attention/variant/coordinates.h"
 #include "attention/variant/variants.h"
 #include "cache/kv_cache.h"
 #include "common/cpu/elements.h"

@@ -8,7 +8,6 @@
 
 #include "attention/head_shape.h"
 #include "attention/params.h"
-#include "attention/variant/kv_tile_lists.h"
 #include "attention/variant/row_ranges.h"
 #include "common/data_type.h"
 

@@ -6,7 +6,7 @@
 #include "attention/cpu/kernels.h"
 #include "attention/cpu/work_item.h"
 #include "attention/params.h"
-#include "attention/variant/score_row.h"
+#include "attention/variant/coordinates.h"
 #include "attention/variant/variants.h"
 #include "common/cpu/elements.h"
 #include "common/math.h"

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "attention/cpu/attention_kernel.h"
-#include "attention/variant/kv_tile_lists.h"
 #include "attention/variant/row_ranges.h"
 
 namespace attn::cpu {

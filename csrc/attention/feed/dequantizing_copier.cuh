@@ -8,7 +8,7 @@
 #include "attention/feed/shared_memory.cuh"
 #include "attention/feed/tiles.cuh"
 #include "attention/feed/work_item.cuh"
-#include "attention/tile/dequantized_row.cuh"
+#include "attention/tile/dequantized.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/cluster.cuh"
 #include "common/ptx/copy.cuh"

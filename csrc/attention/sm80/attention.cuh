@@ -9,7 +9,7 @@
 #include "attention/params.h"
 #include "attention/sm80/kv_loader.cuh"
 #include "attention/sm80/shape.h"
-#include "attention/tile/dequantized_tile.cuh"
+#include "attention/tile/dequantized.cuh"
 #include "attention/tile/output.cuh"
 #include "attention/tile/row_tile.cuh"
 #include "attention/tile/scores.cuh"

@@ -8,7 +8,7 @@
 
 #include "attention/params.h"
 #include "attention/sm80/shape.h"
-#include "attention/tile/dequantized_row.cuh"
+#include "attention/tile/dequantized.cuh"
 #include "attention/tile/row_tile.cuh"
 #include "attention/tile/shared_tile.cuh"
 #include "attention/tile/work_cursor.cuh"

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "attention/params.h"
-#include "attention/variant/score_row.h"
+#include "attention/variant/coordinates.h"
 #include "common/index_array.h"
 #include "common/math.h"
 #include "planner/schedule.h"

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "attention/tile/row_tile.cuh"
-#include "attention/variant/kv_tokens.h"
+#include "attention/variant/coordinates.h"
 #include "attention/variant/variants.h"
 #include "common/elements.cuh"
 #include "common/math.h"

@@ -7,7 +7,7 @@
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/message.cuh"
 #include "common/ptx/warp.cuh"
-#include "planner/device/context.cuh"
+#include "planner/device/threads.cuh"
 #include "planner/forest.h"
 #include "planner/groups.h"
 
@@ -45,6 +45,40 @@ __device__ __forceinline__ bool receive_attachment(const PlanParams& p, uint64_t
   return message.low == tag;
 }
 
+/// Whether a request may attach there. If lengths changed between the reads of two CTAs, the two CTAs may contradict
+/// each other.
+__device__ __forceinline__ bool may_attach(const Forest& f, int32_t request, Attachment attachment) {
+  return attachment.leader >= 0 && attachment.leader < request && attachment.pages > 0 &&
+         attachment.pages <= min_of(f.requests[request].shareable, f.requests[attachment.leader].shareable);
+}
+
+/// The first CTA, with what the others find.
+struct PlanningCta : CtaThreads {
+  __device__ __forceinline__ static void begin_search(PlanContext<PlanningCta>& c) {
+    if (thread() == 0) c.shared.launch = launch(c.p).open(launch(c.p).read());
+  }
+
+  /// Receives the attachments. Returns whether a forest exists: a request attaches, and no error occurred so far.
+  __device__ __forceinline__ static bool find_attachments(PlanContext<PlanningCta>& c, const Forest& f) {
+    const uint32_t number = c.shared.launch;
+    const uint64_t tag = launch_tag(number);
+    const uint64_t deadline = ptx::global_timer() + ptx::kMaxWait;
+    bool attaches = false;
+    for_each<CtaThreads>(f.size, [&](int32_t i) {
+      Attachment attachment;
+      const bool has_arrived = receive_attachment(c.p, tag, i, deadline, attachment);
+      f.requests[i].leader = attachment.leader;
+      f.requests[i].pages = attachment.pages;
+      attaches |= attachment.leader >= 0;
+      if (!has_arrived || (attachment.leader != -1 && !may_attach(f, i, attachment)))
+        report(c.shared.errors, kPrefixSearchFailed);
+    });
+    attaches = any(attaches);
+    if (thread() == 0) launch(c.p).advance(number, (c.shared.errors & kPrefixSearchFailed) == 0);
+    return attaches && c.shared.errors == 0;
+  }
+};
+
 /// A searching CTA's data about the requests.
 struct SearchContext {
   const PageTable& table;
@@ -68,15 +102,15 @@ struct SearchTeam {
   static constexpr int32_t kTeams = kPlanWarps / kWarps;
 
   int32_t (&minima)[2][kPlanWarps];
-  int32_t index = thread_index() / kThreads;
-  int32_t thread = thread_index() % kThreads;
+  int32_t index = CtaThreads::thread() / kThreads;
+  int32_t thread = CtaThreads::thread() % kThreads;
   int32_t uses = 0;
 
   /// The smallest value of all threads.
   __device__ __forceinline__ int32_t minimum(int32_t value) {
     int32_t smallest = __reduce_min_sync(ptx::kAllLanes, value);
     int32_t* warp_minima = minima[uses++ % 2] + index * kWarps;
-    if (lane_index() == 0) warp_minima[thread / 32] = smallest;
+    if (CtaThreads::lane() == 0) warp_minima[thread / 32] = smallest;
     ptx::barrier_sync(1 + index, kThreads);
 #pragma unroll
     for (int32_t warp = 0; warp < kWarps; ++warp) smallest = min_of(smallest, warp_minima[warp]);
@@ -161,15 +195,15 @@ __device__ __forceinline__ void search_prefixes(const PlanParams& p, char* memor
   int64_t* table_begin = reinterpret_cast<int64_t*>(&shared + 1);
   const SearchContext s{level.table, table_begin, reinterpret_cast<int32_t*>(table_begin + size)};
   // Thread 0 needs the number only after the requests are read.
-  uint32_t number = thread_index() == 0 ? launch(p).read() : 0;
-  for_each(size, [&](int32_t i) {
+  uint32_t number = CtaThreads::thread() == 0 ? launch(p).read() : 0;
+  for_each<CtaThreads>(size, [&](int32_t i) {
     uint32_t errors = 0;  // the first CTA sees them too
     const RowGroup group = read_row_group(p, GroupPlace{0, i}, errors);
     s.table_begin[i] = group.table_begin;
     s.shareable[i] = begins_with_page(level.table, group) ? shareable_pages(p, group) : 0;
   });
   bool is_open = false;
-  if (thread_index() == 0) {
+  if (CtaThreads::thread() == 0) {
     is_open = launch(p).wait_until_open(number);
     shared.tag = launch_tag(number);
   }

@@ -1,98 +1,143 @@
 #include "planner/host/planner.h"
 
-#include "planner/cuts.h"
-#include "planner/groups.h"
-#include "planner/host/forest.h"
-#include "planner/schedule_writer.h"
+#include <algorithm>
+#include <unordered_map>
+#include <vector>
+
+#include "planner/steps.h"
 
 namespace attn {
 namespace {
 
-/// Writes the row groups, without tile_begin, and links their rows.
-Planned make_groups(const PlanParams& p) {
-  Planned planned;
-  const int32_t num_requests = count_groups(p);
-  if (p.num_levels > 1) {
-    for (int64_t i = 0; i < int64_t{p.num_levels} * p.config.max_merge_rows; ++i) p.schedule.links[i] = RowLink{-1, 0};
+/// The page tables of a batch's requests.
+struct Tables {
+  const PageTable& table;
+  const RowGroup* groups;
+  const ForestRequest* requests;
+
+  const int32_t* entry(int32_t request, int32_t page) const {
+    return table.indices + groups[request].table_begin + int64_t{page} * table.entry_step;
   }
-  for (int32_t i = 0; i < num_requests; ++i) {
-    const RowGroup group = read_row_group(p, find_level(p, i), planned.errors);
-    const int32_t num_chunks = count_chunks(p, group);
-    for (int32_t chunk = 0; chunk < num_chunks; ++chunk, ++planned.num_groups) {
-      p.schedule.groups[planned.num_groups] = make_chunk(p, group, i, chunk, num_chunks, planned.num_groups);
-    }
-    if (p.config.batch_invariant) {
-      for (int32_t chunk = num_chunks > 1 ? num_chunks : 0; chunk < p.config.max_links; ++chunk)
-        p.schedule.links[int64_t{chunk} * p.config.max_merge_rows + i] = RowLink{-1, 0};
-    }
-    for (int32_t row = 0; links_rows(p) && row < group.qo_len; ++row) {
-      const int32_t end = link_row(p, group, i, row, planned.errors);
-      if (p.num_levels > 1) planned.num_merge_rows = max_of(planned.num_merge_rows, end);
-    }
+
+  /// Leading pages that two requests share.
+  int32_t common(int32_t a, int32_t b) const {
+    const int32_t limit = min_of(requests[a].shareable, requests[b].shareable);
+    const int32_t *x = entry(a, 0), *y = entry(b, 0);
+    if (table.entry_step == 1) return static_cast<int32_t>(std::mismatch(x, x + limit, y).first - x);
+    int32_t page = 0;
+    while (page < limit && x[int64_t{page} * table.entry_step] == y[int64_t{page} * table.entry_step]) ++page;
+    return page;
   }
-  planned.num_links = p.num_levels;
-  if (p.config.batch_invariant && planned.num_groups > num_requests) {
-    planned.num_merge_rows = num_requests;
-    planned.num_links = p.config.max_links;
+};
+
+/// Where a request attaches. `same`: the requests before this one with the same first page, in order.
+Attachment attach(const Tables& tables, const std::vector<int32_t>& same, int32_t request) {
+  const int32_t own = tables.requests[request].shareable;
+  Attachment best{-1, 0};
+  std::vector<int32_t> required;  // pages that all candidates have: each time the next page after the shared ones
+  size_t next = 0;
+  for (int32_t comparisons = 0; comparisons < kMaxComparisons && next < same.size(); ++comparisons) {
+    const int32_t common = tables.common(request, same[next++]);
+    if (common > best.pages) best = Attachment{same[next - 1], common};
+    if (best.pages == own) break;
+    if (required.empty() || required.back() != best.pages) required.push_back(best.pages);
+    const auto has = [&](int32_t other, int32_t page) {
+      return *tables.entry(other, page) == *tables.entry(request, page);
+    };
+    const auto is_candidate = [&](int32_t other) {
+      return tables.requests[other].shareable > best.pages &&
+             std::all_of(required.rbegin(), required.rend(), [&](int32_t page) { return has(other, page); });
+    };
+    while (next < same.size() && !is_candidate(same[next])) ++next;
   }
-  if (p.seeks_forest) {
-    planned.num_requests = num_requests;
-    for (int32_t i = 0; i < num_requests; ++i) p.schedule.nodes[i].leader = -1;
-    if (planned.errors == 0) add_forest_on_host(p, planned);
-  }
-  return planned;
+  return best;
 }
 
-}  // namespace
+/// One thread that takes the steps of a plan: what CtaThreads (planner/device/threads.cuh) is on a GPU.
+struct OneThread {
+  static constexpr int32_t kCount = 1, kWarps = 1, kLanes = 1;
 
-void plan_on_host(const PlanParams& p) {
-  const ScheduleConfig& config = p.config;
-  Planned planned = make_groups(p);
-  int64_t counted = 0;
-  for (int32_t i = 0; i < planned.num_groups; ++i) {
-    RowGroup& group = p.schedule.groups[i];
-    group.tile_begin = static_cast<int32_t>(counted);
-    planned.has_largest_tiles |= group.kind == config.max_kind && group.qo_len > 0;
-    counted += count_row_tiles(config, group);
+  static int32_t thread() { return 0; }
+  static int32_t lane() { return 0; }
+  static int32_t warp() { return 0; }
+
+  static void sync() {}
+  static bool any(bool value) { return value; }
+  static bool any_of_warp(bool value) { return value; }
+
+  static void add(int32_t& sum, int32_t value) { sum += value; }
+  static void raise(int32_t& largest, int32_t value) { largest = max_of(largest, value); }
+  static void report(uint32_t& errors, uint32_t found) { errors |= found; }
+  static void raise_by_warp(int32_t& largest, int32_t value) { raise(largest, value); }
+
+  static void add_to_node(ForestNode* nodes, int32_t n, int32_t ForestNode::* field, int32_t value) {
+    if (n >= 0) nodes[n].*field += value;
   }
-  if (counted > config.max_tiles) planned.errors |= kQoIndptrInvalid;
-  planned.num_tiles = static_cast<int32_t>(min_of<int64_t>(counted, config.max_tiles));
 
-  int64_t total_cost = 0;
-  int32_t i = 0;
-  for (int32_t g = 0; g < planned.num_groups; ++g) {
-    const RowGroup& group = p.schedule.groups[g];
-    const int32_t end = min_of(group.tile_begin + count_row_tiles(config, group), planned.num_tiles);
-    for (; i < end; ++i) {
-      RowTile tile = make_row_tile(p, group, g, i - group.tile_begin);
-      const int64_t whole_pair_cost = pair_cost(config, cost_kind(tile.kind, group.state_begin), tile.num_kv_tiles);
-      int32_t& longest = tile.kind == config.max_kind ? planned.longest_pair : planned.longest_small_pair;
-      longest = max_of(longest, narrow_cost(whole_pair_cost));
-      tile.cost_begin = total_cost;
-      total_cost += whole_pair_cost * config.num_kv_heads;
-      p.schedule.tiles[i] = tile;
+  template <class Int, int32_t kSums>
+  static void running_sums(PlanShared&, Int (&values)[kSums], Int (&totals)[kSums]) {
+    for (int32_t k = 0; k < kSums; ++k) {
+      totals[k] += values[k];
+      values[k] = totals[k] - values[k];
     }
   }
 
-  const auto tiles = [&](int32_t i) {
-    return placed_tile(p.schedule.tiles[i], p.schedule.groups[p.schedule.tiles[i].group]);
-  };
-  finish_plan(p, planned.num_tiles > 0 ? tiles(0) : PlacedTile{}, total_cost, planned);
-  if (has_one_prefix(p, planned) && planned.errors == 0) {  // without errors all of its row tiles exist
-    const int32_t tile = p.schedule.groups[planned.num_groups - 1].tile_begin;
-    const SharedPairs pairs{tile, tiles(tile), (planned.num_tiles - tile) * config.num_kv_heads};
+  static int32_t running_sum_of_warp(int32_t value, int32_t& total) {
+    total += value;
+    return total - value;
+  }
+
+  /// `before`: the row group of the row tile before it.
+  static int32_t find_group(const int32_t* tile_begin, int32_t num_groups, int32_t tile, int32_t before) {
+    while (before + 1 < num_groups && tile_begin[before + 1] <= tile) ++before;
+    return before;
+  }
+
+  static EvenCut best_even_cut(const PlanParams& p, const SharedPairs& pairs) {
     EvenCut best = cut_evenly(p, pairs, 1);
     for (int32_t parts = 2; parts <= kMaxAlignedParts; ++parts) {
       const EvenCut cut = cut_evenly(p, pairs, parts);
       if (cut.cost < best.cost) best = cut;
     }
-    align_prefix(p, pairs, best, planned);
+    return best;
   }
-  for (int32_t cta = 0; cta <= config.num_ctas; ++cta)
-    p.schedule.positions[cta] = find_position(p, tiles, planned, total_cost, cta);
-  write_header(p, planned);
-  const bool without_list = node_needs_no_list(p, planned);
-  for (int32_t level = 0; level < count_levels(p); ++level) write_level(p, level, without_list);
+
+  static void begin_search(PlanContext<OneThread>&) {}
+
+  static bool find_attachments(PlanContext<OneThread>& c, const Forest& f) {
+    if (c.shared.errors != 0) return false;
+    const PageTable& table = c.p.levels[0].table;
+    const Tables tables{table, c.p.schedule.groups, f.requests};
+    std::unordered_map<int32_t, std::vector<int32_t>> by_first_page;
+    bool attaches = false;
+    for (int32_t i = 0; i < f.size; ++i) {
+      ForestRequest& request = f.requests[i];
+      if (!begins_with_page(table, c.p.schedule.groups[i])) request.shareable = 0;
+      Attachment attachment{-1, 0};
+      if (request.shareable > 0) {
+        std::vector<int32_t>& same = by_first_page[*tables.entry(i, 0)];
+        attachment = attach(tables, same, i);
+        same.push_back(i);
+      }
+      request.leader = attachment.leader;
+      request.pages = attachment.pages;
+      attaches |= attachment.leader >= 0;
+    }
+    return attaches;
+  }
+};
+
+}  // namespace
+
+void plan_on_host(const PlanParams& p) {
+  thread_local std::vector<char> memory;
+  if (p.seeks_forest) {
+    memory.resize(plan_forest_shared_bytes(p.levels[0].num_groups));
+    make_plan<OneThread, true>(p, memory.data());
+  } else {
+    memory.resize(plan_shared_bytes(p.config.max_groups, 0));
+    make_plan<OneThread, false>(p, memory.data());
+  }
 }
 
 bool has_negative_page(const PlanParams& p) {

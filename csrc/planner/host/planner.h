@@ -1,7 +1,8 @@
-// The host planner: the same algorithm as planner/device/plan.cu, for CPU execution, tests and drawings of a plan.
+// The host planner: the steps of planner/steps.h, for CPU execution, tests and drawings of a plan.
 #pragma once
 
 #include "planner/params.h"
+#include "planner/selection.h"
 
 namespace attn {
 
@@ -11,4 +12,10 @@ void plan_on_host(const PlanParams& params);
 /// Whether rows of `params`, whose metadata is right otherwise, attend to a page of a negative id.
 bool has_negative_page(const PlanParams& params);
 
+namespace cpu {
+
+/// Packs selected tokens on CPU threads: what planner/device/selection.cu is on a GPU.
+void pack_selected_slots(const SelectionParams& params);
+
+}  // namespace cpu
 }  // namespace attn

@@ -1,4 +1,4 @@
-#include "planner/host/selection.h"
+#include "planner/host/planner.h"
 
 #include "common/cpu/parallel.h"
 

@@ -1,4 +1,4 @@
-// A row of a row group as variants see it.
+// Rows of scores, K and V as variants see them.
 #pragma once
 
 #include "attention/variant/variants.h"
@@ -27,5 +27,18 @@ ATTN_HD ScoreRow score_row(const Schedule& schedule, int32_t group_number, int32
   }
   return score_row(*group, given, index, row, qo_head);
 }
+
+/// The tokens of a row group as variants see them.
+struct KvTokens {
+  KvToken first;  // token 0: the others differ from it in their positions
+
+  ATTN_HD KvTokens(const RowGroup& group, int32_t kv_head)
+      : first{group.request, group.kv_offset, kv_head, group.q_position + group.qo_len} {}
+
+  /// Token number `token` of the row group.
+  ATTN_HD KvToken at(int32_t token) const {
+    return KvToken{first.request, first.position + token, first.kv_head, first.kv_len};
+  }
+};
 
 }  // namespace attn
