@@ -125,8 +125,10 @@ ATTN_STEP void place_tiles(PlanContext<Threads>& c) {
       placed = placed_tile(tile, group);
       const int64_t whole_pair_cost = pair_cost(c.p.config, placed.cost_kind, tile.num_kv_tiles);
       cost = whole_pair_cost * c.p.config.num_kv_heads;
-      int32_t& longest_of_kind = tile.kind == c.p.config.max_kind ? longest : longest_small;
-      longest_of_kind = max_of(longest_of_kind, narrow_cost(whole_pair_cost));
+      const int32_t narrow = narrow_cost(whole_pair_cost);
+      const bool is_largest = tile.kind == c.p.config.max_kind;
+      longest = max_of(longest, is_largest ? narrow : -1);  // a reference to one of the two would put both on the stack
+      longest_small = max_of(longest_small, is_largest ? 0 : narrow);
     }
     placed.cost_begin = tile.cost_begin = running_sum<Threads>(c.shared, cost, c.total_cost);
     if (i < c.planned.num_tiles) c.p.schedule.tiles[i] = tile;
