@@ -1,4 +1,4 @@
-// Quantizes new tokens of MLA to rows with scales of their own (ScaledLatentRow). Any grid works.
+// Quantizes new tokens of MLA to rows that carry their scales (ScaledLatentRow). Any grid works.
 
 #include "cache/params.h"
 #include "common/elements.cuh"

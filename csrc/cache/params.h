@@ -28,7 +28,7 @@ struct AppendParams {
 /// Threads of a block of the kernel, which takes one token at a time: a warp for each scale.
 constexpr int32_t kAppendLatentThreads = ScaledLatentRow::kScales * 32;
 
-/// Writes bf16 latents and rotated parts to rows with scales of their own; a slot that is negative or beyond the cache
+/// Writes bf16 latents and rotated parts to rows that carry their scales. A slot that is negative or beyond the cache
 /// gets nothing.
 struct LatentParams {
   const void* latent;  // [num_tokens, 512]
@@ -118,8 +118,8 @@ ATTN_HD QkvKernel kernel_for(const QkvParams& p) {
   return is_only_rounded ? QkvKernel::kRounded : QkvKernel::kPlain;
 }
 
-// How a kernel divides its work: as many lanes as a head has chunks, rounded up to a power of two, take the heads of a
-// group, which are all of Q, of K or of V of one token.
+// A kernel divides its work into groups of heads: all heads of Q, of K or of V of one token. As many lanes as a head
+// has chunks, rounded up to a power of two, take a group.
 
 constexpr int32_t kAppendQkvThreads = 128;
 

@@ -55,7 +55,7 @@ class TensorForm {
     for (int32_t dim = 0; dim < dims_; ++dim) set(dim, t.size(dim), t.stride(dim));
   }
 
-  /// A tensor of three dimensions as one of four, of which `added` is the one of size 1.
+  /// A tensor of three dimensions as one of four. Dimension `added` has size 1.
   TensorForm unsqueezed(int32_t added) const {
     TensorForm form = *this;
     form.dims_ = 4;
@@ -125,7 +125,7 @@ TensorForm pages(const char* name, const TensorView& t, bool is_hnd) {
   return (is_hnd ? tokens.transposed(0, 1) : tokens).unsqueezed(1).with_plain_strides();
 }
 
-/// Two tensors [.., .., columns] as one: the rows of `right` lie right after those of `left`.
+/// Two tensors [.., .., columns] as one: the rows of `right` follow the rows of `left`.
 TensorForm joined(const char* left_name, const TensorView& left, const char* right_name, const TensorView& right) {
   check_device(right_name, right, left.device());
   check_dtype(right_name, right, left.dtype());

@@ -887,7 +887,7 @@ FAULTS = (
         ("tests/kernels/test_sparse_mla.py", "-k", "fewer_than"),
     ),
     Fault(
-        "sparse MLA on a GPU: a warp's slots where those of the warp before are",
+        "sparse MLA on a GPU: a warp writes over the slots of the warp before",
         "csrc/planner/device/selection.cu",
         "if (i < warp) place += warp_count;",
         "if (i + 1 < warp) place += warp_count;",

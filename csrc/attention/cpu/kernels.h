@@ -82,9 +82,9 @@ struct Kernels {
   FindRowRanges find_row_ranges;  // of a variant with a mask; else nullptr
 };
 
-/// What a shared library with the kernels of a variant has (attn_backend/jit/cubins.py compiles it when it is needed):
-/// `extern "C" const attn::cpu::VariantModule attn_variant_module`. The digest stays the first field, whatever else
-/// changes.
+/// A shared library with the kernels of a variant exports one of these: `extern "C" const attn::cpu::VariantModule
+/// attn_variant_module`. attn_backend/jit/cubins.py compiles the library on demand. The digest always stays the first
+/// field.
 struct VariantModule {
   const char* headers_digest;  // of those that it was compiled with (attn_backend/jit/compilers.py)
   Kernels kernels;

@@ -1,4 +1,4 @@
-// What a design decides about the feed: the sizes of its tiles and rings, and the shared memory that follows.
+// A design's settings of the feed: the sizes of tiles and rings, and the layout of shared memory.
 //
 // A CTA has a warpgroup that loads Q, K and V (the producer), and two or three that compute (the consumers).
 #pragma once

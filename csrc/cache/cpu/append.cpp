@@ -105,7 +105,7 @@ class TokenWriter {
     for (size_t i = 0; i < head_.size(); ++i) head_[i] = to_float(from[i]);
   }
 
-  /// Norm and rotation, as far as they are asked for.
+  /// Applies norm and rotation, if there are any.
   void finish(const void* weights, bool rotates) {
     if (weights != nullptr) {
       float sum = 0.0f;

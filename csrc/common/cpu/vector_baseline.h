@@ -1,5 +1,4 @@
-// Vectors of floats in the compiler's own vector types. Those of 4 floats are SSE2 on x86-64, whatever there is
-// elsewhere.
+// Vectors of floats in the compiler's vector types. On x86-64 a vector of 4 floats is an SSE2 register.
 #pragma once
 
 #include "common/cpu/elements.h"
