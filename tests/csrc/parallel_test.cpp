@@ -1,5 +1,7 @@
 // The threads of the executor in a process and in its children. Prints what is wrong; exits with the number of
 // failures.
+#include <dlfcn.h>
+#include <pthread.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -13,6 +15,9 @@
 namespace {
 
 int failures = 0;
+
+thread_local bool is_held = false;  // this thread waits in pthread_create()
+std::atomic<bool> arrived{false}, released{false};
 
 /// Every index once, whatever the number of threads.
 void check_loop(const char* where) {
@@ -45,9 +50,36 @@ void in_child(const char* where, const Body& body) {
   }
 }
 
+/// A child that is forked while another thread makes the pool. The other thread waits in pthread_create() meanwhile.
+void check_fork_while_a_pool_is_made() {
+  std::thread maker([] {
+    is_held = true;
+    check_loop("the thread that makes the pool");
+  });
+  while (!arrived.load()) std::this_thread::yield();
+  in_child("while a pool is made", [] {
+    alarm(30);  // it would wait forever
+    check_loop("child without a pool");
+  });
+  released.store(true);
+  maker.join();
+}
+
 }  // namespace
 
-int main() {
+extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*run)(void*),
+                              void* argument) {
+  if (is_held) {
+    arrived.store(true);
+    while (!released.load()) std::this_thread::yield();
+  }
+  static const auto create = reinterpret_cast<decltype(&pthread_create)>(dlsym(RTLD_NEXT, "pthread_create"));
+  return create(thread, attributes, run, argument);
+}
+
+/// With an argument: the process has no OpenMP runtime.
+int main(int argc, char**) {
+  if (argc > 1) check_fork_while_a_pool_is_made();
   in_child("before any region", [] { check_loop("the first region of a child"); });
   for (int i = 0; i < 20; ++i) check_loop("parent");
   for (int i = 0; i < 3; ++i) {

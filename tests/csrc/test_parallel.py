@@ -110,7 +110,8 @@ def test_loops_before_and_after_fork(openmp: bool, tmp_path: Path) -> None:
         str(ROOT / "csrc" / "common" / "cpu" / "parallel.cpp"),
     ]
     subprocess.run([COMPILER, *flags, *sources, "-o", str(program), *libraries], check=True)
-    check_run([str(program)], {**os.environ, "OMP_NUM_THREADS": "4"})
+    arguments = [] if openmp else ["own-threads"]
+    check_run([str(program), *arguments], {**os.environ, "OMP_NUM_THREADS": "4"})
 
 
 def test_attention_after_fork() -> None:

@@ -1027,6 +1027,13 @@ FAULTS = (
         ("tests/adapters/vllm/test_vllm_plugin.py", "-k", "reaches_processes"),
     ),
     Fault(
+        "threads: a child that is forked while a pool is made waits for the thread that makes it",
+        "csrc/common/cpu/parallel.cpp",
+        "  making_pool.clear(std::memory_order_release);  // the thread that was making a pool is gone\n",
+        "",
+        ("tests/csrc/test_parallel.py", "-k", "own"),
+    ),
+    Fault(
         "SGLang: the backend that a model replaces counts as used",
         "attn_backend/adapters/sglang/plugin.py",
         "        check_layers(runner, built)",

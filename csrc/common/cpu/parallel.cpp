@@ -117,18 +117,18 @@ class ThreadPool {
 // Never destroyed: its threads may outlive the library's static objects. In a child after fork() the threads are gone
 // and a new pool is made.
 std::atomic<ThreadPool*> own_pool{nullptr};
+std::atomic_flag making_pool = ATOMIC_FLAG_INIT;
 
 ThreadPool& get_own_pool() {
   ThreadPool* pool = own_pool.load(std::memory_order_acquire);
   if (pool == nullptr) {
-    static std::atomic_flag making = ATOMIC_FLAG_INIT;
-    while (making.test_and_set(std::memory_order_acquire)) sched_yield();
+    while (making_pool.test_and_set(std::memory_order_acquire)) sched_yield();
     pool = own_pool.load(std::memory_order_acquire);
     if (pool == nullptr) {
       pool = new ThreadPool;
       own_pool.store(pool, std::memory_order_release);
     }
-    making.clear(std::memory_order_release);
+    making_pool.clear(std::memory_order_release);
   }
   return *pool;
 }
@@ -143,6 +143,7 @@ std::atomic<bool> openmp_lost_in_fork{false};
 
 void after_fork_in_child() {
   own_pool.store(nullptr, std::memory_order_release);
+  making_pool.clear(std::memory_order_release);  // the thread that was making a pool is gone
   if (opened_a_region) openmp_lost_in_fork.store(true, std::memory_order_relaxed);
 }
 
