@@ -94,9 +94,8 @@ struct alignas(16) AttentionScales {
   DataType q_element;  // of Q
 };
 
-/// A token of MLA's cache as DeepSeek V3.2 stores it (DataType::kScaledLatent), a row of bytes that carries its scales:
-/// 512 e4m3 numbers, the latent; a float32 for each 128 of them that they are multiplied by; 64 bf16 numbers, the
-/// rotated part. The first 512 columns are V, all 576 K.
+/// A token of MLA's cache in DeepSeek V3.2's layout (DataType::kScaledLatent). A row has the latent (512 e4m3 numbers),
+/// a float32 scale for each 128 of them, and the rotated part (64 bf16 numbers). K is all 576 columns, V the first 512.
 struct ScaledLatentRow {
   static constexpr int32_t kLatentColumns = 512;
   static constexpr int32_t kRopeColumns = 64;

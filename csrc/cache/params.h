@@ -61,9 +61,9 @@ enum class RotaryTable : int32_t {
   kCosSinFloat32
 };
 
-/// Takes what a projection made of each token: normalizes the heads of Q and K (RMS), rotates them (RoPE), writes Q to
-/// q_out, K and V to the slots slots[token] of the cache (rounded to its type, if it has another, and divided by the
-/// scales of one of 8 bits); a slot that is negative or beyond the cache gets neither.
+/// Appends a projection's Q, K and V. Normalizes the heads of Q and K (RMS) and rotates them (RoPE). Writes Q to q_out,
+/// and K and V to slot slots[token] of the cache, in the cache's type. Values for an 8-bit cache are divided by its
+/// scales first. Negative slots and slots beyond the cache are skipped.
 struct QkvParams {
   HeadRows q, k, v;
   HeadRows q_out;    // written; may be q

@@ -27,10 +27,10 @@ ATTN_HD PlacedTile placed_tile(const RowTile& tile, const RowGroup& group) {
 }
 
 /// The cost that each CTA gets of a list of `num_pairs` (row tile, head) pairs. `first`: its first row tile;
-/// `equal_cost`, `equal_pairs`: a CTA's part of the list if all parts are equal. If all pairs cost the same, as in a
-/// batch of equal lengths, and whole pairs cost at most 4 % more than an equal share, each CTA gets whole pairs:
-/// nothing has to be merged, and CTAs that share a KV head's tokens read them at the same time (ADR 8). The test
-/// compares averages, so a mixed list may pass it. Such a list loses at most the same 4 %.
+/// `equal_cost`, `equal_pairs`: a CTA's part of the list if all parts are equal. Each CTA gets whole pairs if all pairs
+/// cost the same and whole pairs cost at most 4 % more than an equal share. Then nothing has to be merged, and CTAs
+/// that share a KV head's tokens read them at the same time (ADR 8). The test compares averages, so a mixed list may
+/// pass it. Such a list loses at most the same 4 %.
 ATTN_HD int64_t cta_share(const PlanParams& p, const PlacedTile& first, int64_t num_pairs, int64_t total_cost,
                           int64_t equal_cost, int64_t equal_pairs) {
   const int64_t share = max_of<int64_t>(equal_cost, p.config.min_share);

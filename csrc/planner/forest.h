@@ -287,10 +287,10 @@ ATTN_HD void link_own_rows(const PlanParams& p, const Forest& f, int32_t request
 /// Shared memory of a forest.
 struct ForestMemory {
   Forest forest;
-  // Scratch. The nodes on the path of each leader, while they are found: element i is the path_key() of the deepest
-  // node on the path of request i, element size + n that of the next node up from node n; -1: there is none.
+  // Scratch, while nodes are found. `path` holds a path_key() or -1. Element i is the key of the deepest node on the
+  // path of request i. Element size + n is the key of the parent of node n.
   int32_t* path;   // [2 * size]
-  int32_t* place;  // [size]: element of `path` that a request has come to; -1: it has found its node
+  int32_t* place;  // [size]: the element of `path` that a request has reached. -1: the request has found its node
   int32_t* taken;  // [size]: the taken nodes, in the order of their row groups
 
   ATTN_STEP ForestMemory(char* memory, int32_t size) {

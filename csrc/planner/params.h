@@ -64,9 +64,9 @@ inline int32_t plan_ctas(const PlanParams& p) {
   return p.seeks_forest ? 1 + min_of(p.levels[0].num_groups, kMaxSearchCtas) : 1;
 }
 
-/// Fills in what follows from the rest of the parameters. Decides whether a forest is sought in what is to be planned
-/// (`seeks_prefixes`: whether it may be); if so, describes the level of its row groups: the pages of the view, seen as
-/// a whole by the rows of a list that the planner writes (unless node_needs_no_list()).
+/// Fills in the parameters that follow from the others. Decides whether the planner looks for a forest; it does not if
+/// `seeks_prefixes` is false. The row groups of a forest are a level with the pages of the view. The planner writes the
+/// row list of this level, unless node_needs_no_list().
 inline void prepare_plan(PlanParams& p, bool seeks_prefixes = true) {
   p.kv_tile = FastDivisor(p.config.kv_tile);
   p.group_size = FastDivisor(p.config.group_size);

@@ -427,6 +427,8 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     caches: they take longer than the test.
     """
     monkeypatch.setattr(torch._dynamo.guards, "profile_guard_manager", lambda *_: 0.0)
+    # the values of a function do not depend on the tests before it
+    monkeypatch.setitem(globals(), "_turns", itertools.count())
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)

@@ -1,4 +1,4 @@
-// What the Hopper design adds to a kernel's traits, and its tiles beside the feed's.
+// The Hopper design's additions to a kernel's traits, and the tiles that only its consumers use.
 #pragma once
 
 #include "attention/feed/params.h"

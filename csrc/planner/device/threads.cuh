@@ -45,8 +45,8 @@ struct CtaThreads {
     }
   }
 
-  /// Running sums over the threads, several at once: each of `values` becomes its total so far plus the values of all
-  /// threads before this one; then the values of all threads are added to `totals`, which are the same in each of them.
+  /// Several running sums over the threads. Each of `values` becomes its total so far plus the values of all threads
+  /// before this one. Then the values of all threads are added to `totals`. All threads have the same `totals`.
   template <class Int, int32_t kSums>
   __device__ __forceinline__ static void running_sums(PlanShared& shared, Int (&values)[kSums], Int (&totals)[kSums]) {
     static_assert(kSums <= kMaxSums, "room for the sums of warps");
