@@ -20,12 +20,12 @@ def test_a_server_holds_out(engine_name, need_engine, smollm2, tmp_path, capsys)
         "--device",
         "cpu",
         "--minutes",
-        "0.4",
+        "0.5",
         "--warm-up",
         "15",
         "--sample-every",
         "1",
         "--replay-every",
-        "16",
+        "8",
     ]
     assert soak.run(soak.parse_arguments([*arguments, "--results", str(tmp_path)])), capsys.readouterr().out
