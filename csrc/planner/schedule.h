@@ -152,7 +152,7 @@ struct ListedKvTile {
 };
 
 /// The KV tiles of a row tile in which some row sees a token, in order; those between them are skipped. Made for the
-/// row tiles of a view (attention/variant/kv_tile_lists.h). Tokens are positions in the request.
+/// row tiles of a view (attention/variant/row_ranges.h). Tokens are positions in the request.
 struct KvTileList {
   int32_t count;  // -1: more than there is room for
   ListedKvTile kv_tiles[kMaxListedKvTiles];

@@ -213,7 +213,9 @@ ATTN_HD void philox_round(const PhiloxKey& key, uint32_t& c0, uint32_t& c1, uint
 /// The four words of a counter, in its place.
 ATTN_HD void philox(int64_t seed, uint32_t (&counter)[4]) {
   PhiloxKey key(seed);
+#if defined(__CUDA_ARCH__)
 #pragma unroll 1
+#endif
   for (int32_t round = 0; round < kPhiloxRounds; ++round, key.next())
     philox_round(key, counter[0], counter[1], counter[2], counter[3]);
 }

@@ -1,4 +1,4 @@
-// row_ranges.h and kv_tile_lists.h of attention/ on a CPU: row by row, and row tile by row tile.
+// attention/variant/row_ranges.h on a CPU: row by row, and row tile by row tile.
 #pragma once
 
 #include "attention/variant/row_ranges.h"
