@@ -78,23 +78,16 @@ constexpr int32_t kSharingSlack = 16;
 /// taken last and fill the gaps.
 constexpr int32_t kUnequalQueuePairs = 2;
 
-/// How pairs are distributed to CTAs.
-struct PairDistribution {
-  bool whole;  // no (row tile, head) is cut
-  bool uses_queue;
-};
-
-/// Pairs of the largest row tiles stay whole if CTAs then end no further apart than what cutting costs. That is a
-/// merge, and what comes before a pair's KV tiles once more. If there are more pairs than CTAs, they go to the work
-/// queue. Row groups must then have several row tiles, or a CTA would wait longer for its next pair than it computes.
-/// `most_pairs`: of a CTA, if all get equally many.
-ATTN_HD PairDistribution distribute_pairs(const PlanParams& p, const Planned& planned, int64_t total_cost,
-                                          int64_t most_pairs) {
+/// Decides how pairs are distributed to CTAs. Pairs of the largest row tiles stay whole if CTAs then end no further
+/// apart than what cutting costs. That is a merge, and what comes before a pair's KV tiles once more. If there are more
+/// pairs than CTAs, they go to the work queue. Row groups must then have several row tiles, or a CTA would wait longer
+/// for its next pair than it computes. `most_pairs`: of a CTA, if all get equally many.
+ATTN_HD void distribute_pairs(const PlanParams& p, Planned& planned, int64_t total_cost, int64_t most_pairs) {
   const ScheduleConfig& config = p.config;
   const int32_t kind = config.max_kind;
   const int64_t longest = planned.longest_pair;
-  PairDistribution distribution{config.batch_invariant != 0, false};
-  if (config.min_queue_pairs == 0 || longest < planned.longest_small_pair) return distribution;
+  planned.whole_pairs = config.batch_invariant != 0;
+  if (config.min_queue_pairs == 0 || longest < planned.longest_small_pair) return;
   const int64_t num_pairs = static_cast<int64_t>(planned.num_tiles) * config.num_kv_heads;
   const bool shares_kv = planned.num_tiles >= kSharingRowTiles * planned.num_groups && most_pairs > 1;
   const int64_t slack = planned.share + config.pair_cost[kind] + kMergeKvTiles * config.kv_tile_cost[kind] +
@@ -106,10 +99,9 @@ ATTN_HD PairDistribution distribute_pairs(const PlanParams& p, const Planned& pl
   const bool stays_whole = planned.num_merge_rows == 0 && is_even && (!is_uncut || 2 * longest <= planned.share);
   const bool is_unequal = 4 * total_cost <= 3 * longest * num_pairs;
   const bool has_many = longest * (is_unequal ? kUnequalQueuePairs : config.min_queue_pairs) <= planned.share;
-  distribution.uses_queue =
-      planned.num_tiles >= 2 * planned.num_groups && (has_many || (stays_whole && most_pairs > 1));
-  distribution.whole |= distribution.uses_queue || (stays_whole && most_pairs == 1);
-  return distribution;
+  const bool uses_queue = planned.num_tiles >= 2 * planned.num_groups && (has_many || (stays_whole && most_pairs > 1));
+  planned.flags |= uses_queue ? kUsesQueue : 0;
+  planned.whole_pairs |= uses_queue || (stays_whole && most_pairs == 1);
 }
 
 /// Decides on share and flags, once everything else is known.
@@ -121,11 +113,9 @@ ATTN_HD void finish_plan(const PlanParams& p, const PlacedTile& first, int64_t t
   planned.aligned_tile = planned.num_tiles;
   planned.aligned_cta = p.config.num_ctas;
   planned.aligned_parts = planned.aligned_kv_tiles = 0;
-  const PairDistribution distribution = distribute_pairs(p, planned, total_cost, equal_pairs);
   const bool is_plain = planned.num_merge_rows == 0 && p.num_levels == 1 && p.levels[0].rows == nullptr;
-  planned.flags = (is_plain ? kIsPlain : 0) | (distribution.uses_queue ? kUsesQueue : 0) |
-                  (planned.has_largest_tiles ? kHasLargestTiles : 0);
-  planned.whole_pairs = distribution.whole;
+  planned.flags = (is_plain ? kIsPlain : 0) | (planned.has_largest_tiles ? kHasLargestTiles : 0);
+  distribute_pairs(p, planned, total_cost, equal_pairs);
 }
 
 }  // namespace attn

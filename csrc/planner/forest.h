@@ -30,8 +30,8 @@ constexpr int32_t kMaxComparisons = 16;
 /// The most leading pages of two requests that are compared.
 constexpr int32_t kMaxSharedPages = 1 << 20;
 
-/// Row states that a forest may use.
-ATTN_HD int32_t forest_states(const ScheduleConfig& config) { return min_of(config.max_states, 1 << 19); }
+/// The most row states that a forest uses.
+constexpr int32_t kMaxForestStates = 1 << 19;
 
 /// How many leading pages a request can share, if begins_with_page().
 ATTN_HD int32_t shareable_pages(const PlanParams& p, const RowGroup& group) {
@@ -187,14 +187,10 @@ ATTN_HD NodeCost node_cost_beside_none(const PlanParams& p, const ForestNode& no
 /// that the sum over all nodes is an int32.
 constexpr int32_t kMaxSaved = static_cast<int32_t>(kMaxInt32 / kMaxForestRequests);
 
-/// The cost of a taken node, by node_cost_beside_none(). Where everything is taken it may cost more than it saves.
-ATTN_HD int32_t bounded_saving(const NodeCost& cost) {
-  return static_cast<int32_t>(clamp<int64_t>(cost.saved - cost.added, 0, kMaxSaved));
-}
-
 /// Decides on a node whose ancestors have been decided on, and writes the decision down; its row group comes later.
 /// `free_states`: row states that are left.
-/// Returns what a taken node counts for in what the forest saves, at most kMaxSaved; 0 if it is not taken.
+/// Returns what a taken node counts for in what the forest saves, at most kMaxSaved; 0 if it is not taken, or if it
+/// costs more than it saves (where everything is taken).
 ATTN_HD int32_t decide_node(const PlanParams& p, const Forest& f, int32_t n, int32_t free_states) {
   ForestNode& node = f.nodes[n];
   const bool is_root = node.parent < 0;
@@ -214,18 +210,9 @@ ATTN_HD int32_t decide_node(const PlanParams& p, const Forest& f, int32_t n, int
   node.taken = taken ? n : is_root ? -1 : parent.taken;
   node.taken_depth = depth_above + taken;
   node.covered = taken ? node.pages : node.begin;
-  return taken ? bounded_saving(node_cost_beside_none(p, node)) : 0;
-}
-
-/// The forest is worth more than what using it costs. `saved`: the sum of bounded_saving() over all taken nodes.
-ATTN_HD bool forest_pays(const ScheduleConfig& config, int32_t saved) {
-  return config.cascade == kCascadeAlways || static_cast<int64_t>(saved) * config.num_kv_heads >= config.cascade_cost;
-}
-
-/// Takes back that node n was taken.
-ATTN_HD void drop_node(const PlanParams& p, const Forest& f, int32_t n) {
-  if (f.nodes[n].taken == n) p.schedule.nodes[n].reason = kForestSavesTooLittle;
-  f.nodes[n].taken = -1;
+  if (!taken) return 0;
+  const NodeCost beside_none = node_cost_beside_none(p, node);
+  return static_cast<int32_t>(clamp<int64_t>(beside_none.saved - beside_none.added, 0, kMaxSaved));
 }
 
 /// Cuts from the front of request i's row group the pages that taken nodes read, and writes the row group of node i, if
@@ -375,7 +362,7 @@ ATTN_STEP void add_up_nodes(PlanContext<Threads>& c, const Forest& f) {
 /// Decides which nodes are taken, those at the roots first.
 template <class Threads>
 ATTN_STEP void decide(PlanContext<Threads>& c, const Forest& f) {
-  int32_t free_states = forest_states(c.p.config);
+  int32_t free_states = min_of(c.p.config.max_states, kMaxForestStates);
   // Where there is no room for all nodes they compete for it: one thread decides on them in the order of the host.
   const bool compete = c.shared.states > free_states;
   const int32_t first = compete && Threads::thread() > 0 ? f.size : Threads::thread();
@@ -392,9 +379,14 @@ ATTN_STEP void decide(PlanContext<Threads>& c, const Forest& f) {
     }
     Threads::sync();
   }
-  if (!forest_pays(c.p.config, c.shared.saved)) {
+  // A forest that saves no more than what using it costs is dropped.
+  const ScheduleConfig& config = c.p.config;
+  if (config.cascade != kCascadeAlways &&
+      static_cast<int64_t>(c.shared.saved) * config.num_kv_heads < config.cascade_cost) {
     for_each<Threads>(f.size, [&](int32_t n) {
-      if (f.is_node(n)) drop_node(c.p, f, n);
+      if (!f.is_node(n)) return;
+      if (f.nodes[n].taken == n) c.p.schedule.nodes[n].reason = kForestSavesTooLittle;
+      f.nodes[n].taken = -1;
     });
     Threads::sync();
   }

@@ -48,27 +48,18 @@ ATTN_HD TableRange read_table_range(const PageTable& table, int32_t i, uint32_t&
   return TableRange{row * table.row_stride, table.row_entries};
 }
 
-/// The engine's lengths of row group i of a level: elements i and i + 1 of qo_indptr, and element i of kv_lens or else
-/// last_page_len. They are kept as they were read: a GPU then waits once for all of them, and for what is read after
-/// them.
-struct GroupLengths {
-  IndexArray::Words qo_first;
-  IndexArray::Words qo_last;
-  IndexArray::Words kv;
-};
-
-ATTN_HD GroupLengths read_lengths(const PlanLevel& level, int32_t i) {
-  return GroupLengths{level.qo_indptr.words(i), level.qo_indptr.words(i + 1), level.kv_length.words(i)};
-}
-
-/// Makes row group i of a level. Invalid values are clamped and reported, as above.
-ATTN_HD RowGroup make_row_group(const PlanParams& p, GroupPlace place, const GroupLengths& lengths, TableRange range,
-                                uint32_t& errors) {
+/// Reads row group number place.index of a level. Invalid values are clamped and reported, as above. Lengths are used
+/// only once all are read: a GPU then waits once for all of them, and for what is read after them.
+ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, uint32_t& errors) {
   const PlanLevel& level = p.levels[place.level];
   const PageTable& table = level.table;
-  const int32_t qo_first = level.qo_indptr.narrow(lengths.qo_first);
-  const int32_t qo_last = level.qo_indptr.narrow(lengths.qo_last);
-  const int32_t length = level.kv_length.narrow(lengths.kv);
+  const IndexArray::Words qo_first_words = level.qo_indptr.words(place.index);
+  const IndexArray::Words qo_last_words = level.qo_indptr.words(place.index + 1);
+  const IndexArray::Words length_words = level.kv_length.words(place.index);  // of kv_lens, or else last_page_len
+  const TableRange range = read_table_range(table, place.index, errors);
+  const int32_t qo_first = level.qo_indptr.narrow(qo_first_words);
+  const int32_t qo_last = level.qo_indptr.narrow(qo_last_words);
+  const int32_t length = level.kv_length.narrow(length_words);
   RowGroup group;
   group.table_begin = range.begin;
   group.qo_begin = clamp(qo_first, 0, level.max_rows);
@@ -104,12 +95,6 @@ ATTN_HD RowGroup make_row_group(const PlanParams& p, GroupPlace place, const Gro
   group.q_position = group.kv_offset + group.kv_len - group.qo_len;
   group.request = place.index;
   return group;
-}
-
-ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, uint32_t& errors) {
-  const PlanLevel& level = p.levels[place.level];
-  const GroupLengths lengths = read_lengths(level, place.index);
-  return make_row_group(p, place, lengths, read_table_range(level.table, place.index, errors), errors);
 }
 
 /// About how many tokens a KV chunk of a batch invariant plan has. Shorter chunks cost states and keep the memory less

@@ -87,7 +87,7 @@ class _IndexArray(ctypes.Structure):
 
 
 class _SamplingParams(ctypes.Structure):
-    """SamplingParams of csrc/sampling/params.h."""
+    """SamplingParams of csrc/sampling/sampling.h."""
 
     _fields_ = (
         ("values", ctypes.c_void_p),

@@ -62,9 +62,9 @@ __device__ __forceinline__ void find_row_ranges(const RowRangeParams& params) {
   for (int32_t i = blockIdx.x; i < num_rows; i += gridDim.x) {
     const RangedRow row(params.plan, params.level, i);
     const RangeSum sum = sum_of_cta(sum_tokens<Variant>(params, row, threadIdx.x, kRowRangeThreads), warp_sums);
-    const Holes own = find_holes<Variant>(params, row, sum, threadIdx.x, kRowRangeThreads);
-    const RangeSum holes = sum_of_cta(RangeSum{own.first, own.last, 0}, warp_sums);
-    if (threadIdx.x == 0) params.row_ranges[i] = make_row_range(row, sum, Holes{holes.begin, holes.end});
+    const TokenRange own = find_holes<Variant>(params, row, sum, threadIdx.x, kRowRangeThreads);
+    const RangeSum holes = sum_of_cta(RangeSum{own.begin, own.end, 0}, warp_sums);
+    if (threadIdx.x == 0) params.row_ranges[i] = make_row_range(row, sum, TokenRange{holes.begin, holes.end});
   }
 }
 

@@ -114,40 +114,35 @@ ATTN_HD RangeSum sum_tokens(const RowRangeParams& params, const RangedRow& row, 
   return sum;
 }
 
-/// The first and the last hole: tokens between the first and the last that any head sees, but that some head does not
-/// see. first > last: there is none.
-struct Holes {
-  int32_t first;
-  int32_t last;
-};
-
-/// Finds the holes among tokens first, first + step, ... after the first visible one. `sum`: over all tokens.
+/// Finds the holes: tokens between the first and the last that any head sees, but that some head does not see. Looks at
+/// tokens first, first + step, ... after the first visible one. Returns the range from the first hole to the last; its
+/// end is not after its begin if there is none. `sum`: over all tokens.
 template <class Variant>
-ATTN_HD Holes find_holes(const RowRangeParams& params, const RangedRow& row, const RangeSum& sum, int32_t first,
-                         int32_t step) {
+ATTN_HD TokenRange find_holes(const RowRangeParams& params, const RangedRow& row, const RangeSum& sum, int32_t first,
+                              int32_t step) {
   const int32_t num_heads = heads_of_mask<Variant>(params);
-  Holes holes{static_cast<int32_t>(kMaxInt32), -1};
+  TokenRange holes{static_cast<int32_t>(kMaxInt32), -1};
   if (sum.full == 0) return holes;  // all tokens are hidden: sum.begin is no token
   if (static_cast<int64_t>(sum.end - sum.begin) * num_heads == sum.full) return holes;
   for (int32_t head = 0; head < num_heads; ++head) {
     const HeadOfRow<Variant> head_row(params, row, head);
     for (int32_t token = sum.begin + first; token < sum.end; token += step) {
       if (head_row.sees(token)) continue;
-      holes.first = min_of(holes.first, token);
-      holes.last = max_of(holes.last, token);
+      holes.begin = min_of(holes.begin, token);
+      holes.end = max_of(holes.end, token + 1);
     }
   }
   return holes;
 }
 
 /// The range of a row. Its full part is what lies before its first hole or after its last one, whichever is longer.
-ATTN_HD RowRange make_row_range(const RangedRow& row, const RangeSum& sum, const Holes& holes) {
+ATTN_HD RowRange make_row_range(const RangedRow& row, const RangeSum& sum, const TokenRange& holes) {
   if (sum.end < 0) return RowRange{0, 0, 0, 0};
   const int32_t offset = row.group.kv_offset;
   TokenRange full{sum.begin, sum.end};
-  if (holes.first <= holes.last) {
-    const bool begins_full = holes.first - sum.begin >= sum.end - 1 - holes.last;
-    full = begins_full ? TokenRange{sum.begin, holes.first} : TokenRange{holes.last + 1, sum.end};
+  if (holes.begin < holes.end) {
+    const bool begins_full = holes.begin - sum.begin >= sum.end - holes.end;
+    full = begins_full ? TokenRange{sum.begin, holes.begin} : TokenRange{holes.end, sum.end};
   }
   return RowRange{sum.begin + offset, sum.end + offset, full.begin + offset, full.end + offset};
 }

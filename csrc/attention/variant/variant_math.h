@@ -35,13 +35,7 @@ struct StoredFloat16 {
   }
 };
 
-ATTN_HD float infinity() {
-#if defined(__CUDA_ARCH__)
-  return __int_as_float(0x7f800000);
-#else
-  return __builtin_huge_valf();
-#endif
-}
+ATTN_HD float infinity() { return bits_float(0x7f800000u); }
 
 template <class T>
 ATTN_HD T select(bool condition, T yes, T no) {

@@ -5,6 +5,7 @@
 // of masks, tails and element types.
 #pragma once
 
+#include "common/elements.cuh"
 #include "common/ptx/copy.cuh"
 #include "common/ptx/math.cuh"
 #include "common/ptx/warp.cuh"
@@ -26,23 +27,18 @@ struct ProbElement : Float32Element {
   static constexpr uint32_t kExcludedWord = 0;
 };
 
-struct BFloat16Element {
+/// A type of 16 bits; kExcluded: two elements of -infinity.
+template <class Element, uint32_t kExcluded>
+struct HalfElement {
   using Storage = uint16_t;
-  static constexpr uint32_t kExcludedWord = 0xff80ff80u;
+  static constexpr uint32_t kExcludedWord = kExcluded;
 
   __device__ __forceinline__ static float from_word(uint32_t word, int32_t half) {
-    return __uint_as_float(half != 0 ? word & 0xffff0000u : word << 16);
+    return Element::unpack(half != 0 ? word >> 16 : word);
   }
 };
-
-struct Float16Element {
-  using Storage = uint16_t;
-  static constexpr uint32_t kExcludedWord = 0xfc00fc00u;
-
-  __device__ __forceinline__ static float from_word(uint32_t word, int32_t half) {
-    return ptx::float_of_f16(static_cast<uint16_t>(half != 0 ? word >> 16 : word));
-  }
-};
+using BFloat16Element = HalfElement<BFloat16, 0xff80ff80u>;
+using Float16Element = HalfElement<Float16, 0xfc00fc00u>;
 
 /// Reads 16 bytes of a row at a time: a vector of kVectorTokens tokens.
 template <class Element>
