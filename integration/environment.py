@@ -181,7 +181,7 @@ def install(python: Path, step: Step) -> None:
             if step is not TORCH or not error.not_found:  # PyPI has torch for CUDA only
                 raise
             log(
-                f"{step.name}: pip's index has no {step.requirements[0]}; trying PyTorch's own, "
+                f"{step.name}: no index of yours has {step.requirements[0]}; trying PyTorch's own, "
                 f"{PYTORCH_CPU_INDEX}"
             )
             # unlike --extra-index-url this adds to the user's indexes
@@ -254,9 +254,9 @@ def compiled_modules(python: Path, folder: Path) -> Iterator[None]:
     if stamp.is_file() and stamp.read_text() == steps:
         yield
         return
-    process = start_logged(
-        [str(python), "-m", "compileall", "-q", "-j", "0", str(site_packages(python))], log_file
-    )
+    # nothing imports the packages' own tests
+    options = ["-q", "-j", "0", "-x", "/tests/", str(site_packages(python))]
+    process = start_logged([str(python), "-m", "compileall", *options], log_file)
     try:
         yield
         follow(process, log_file, "Python modules", lambda log: None, "compiling")

@@ -36,6 +36,7 @@ VARIABLES = {
     "default-timeout": ("UV_HTTP_TIMEOUT", " "),
     "timeout": ("UV_HTTP_TIMEOUT", " "),
 }
+PYPI = "https://pypi.org/simple"
 TRUE = ("1", "true", "yes", "on")
 
 
@@ -96,6 +97,10 @@ def uv_variables(settings: dict[str, str]) -> dict[str, str]:
         for name, (variable, separator) in VARIABLES.items()
         if settings.get(name)
     }
+    if extra := variables.get("UV_EXTRA_INDEX_URL"):
+        # If indexes have the same version, uv takes the first one's wheel, and pip the most specific wheel. The
+        # main index normally has it, and uv looks there last.
+        variables["UV_EXTRA_INDEX_URL"] = f"{settings.get('index-url') or PYPI} {extra}"
     # like pip: the best version of all indexes
     return {"UV_INDEX_STRATEGY": "unsafe-best-match"} | variables
 

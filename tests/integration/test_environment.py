@@ -197,7 +197,7 @@ def test_uv_has_the_settings_of_pip(settings_of_pip):
     variables = installer.uv_variables(settings)
     for name, value in {
         "UV_INDEX_URL": "https://other/simple",
-        "UV_EXTRA_INDEX_URL": "https://one/simple https://two/simple",
+        "UV_EXTRA_INDEX_URL": "https://other/simple https://one/simple https://two/simple",
         "UV_FIND_LINKS": "/wheels,/more",
         "UV_CONSTRAINT": "/constraints.txt",
         "UV_INSECURE_HOST": "mirror",
