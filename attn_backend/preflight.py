@@ -285,22 +285,19 @@ def network_problem(
     return None
 
 
-def pip_spaces(download_bytes: int, largest_step_bytes: int) -> list[Space]:
-    """Disk space that pip needs in addition to the environment."""
-    temporary = Path(tempfile.gettempdir())
-    spaces = [Space(temporary, largest_step_bytes, "pip's temporary files", "set TMPDIR to another disk")]
-    status, output = ask_pip("cache", "dir")
-    if status == 0 and output.strip():  # this fails if the cache is off
-        folder = Path(output.strip().splitlines()[-1])
-        spaces.append(
-            Space(
-                folder,
-                download_bytes,
-                "pip's cache",
-                "set PIP_NO_CACHE_DIR=1, or PIP_CACHE_DIR to another disk",
-            )
-        )
-    return spaces
+def uv_spaces(environment: Path, num_bytes: int) -> list[Space]:
+    """Disk space that uv needs in addition to the environment.
+
+    Its cache keeps unpacked packages. On one disk, the environment consists of hard links to them.
+    """
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    folder = Path(os.environ.get("UV_CACHE_DIR") or caches / "uv")
+    if os.environ.get("UV_NO_CACHE"):
+        folder = Path(tempfile.gettempdir())
+    links = os.environ.get("UV_LINK_MODE") != "copy"
+    if links and existing_parent(folder).stat().st_dev == existing_parent(environment).stat().st_dev:
+        return []
+    return [Space(folder, num_bytes, "uv's cache", "set UV_CACHE_DIR to a folder on the environment's disk")]
 
 
 def check(

