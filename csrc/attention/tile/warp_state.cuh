@@ -57,45 +57,38 @@ struct WarpState {
     }
   }
 
-  /// Calls multiply(i, words) for kFragments fragments in turn, after load(i, words). With two buffers the next
-  /// fragment is loaded while one is multiplied.
-  template <int kFragments, int kBuffers, class Load, class Multiply>
-  __device__ __forceinline__ static void for_each_fragment(const Load& load, const Multiply& multiply) {
-    uint32_t words[kBuffers][4];
-    if (kBuffers == 2) load(0, words[0]);
-#pragma unroll
-    for (int i = 0; i < kFragments; ++i) {
-      const int next = i + kBuffers - 1;
-      if (next < kFragments) load(next, words[next % kBuffers]);
-      multiply(i, words[i % kBuffers]);
-    }
-  }
-
   /// s = Q K^T. `q` and `k`: ldmatrix addresses (rows_first, columns_first) of the warp's first rows and tokens.
   template <int kQkColumns, int kTokens, class QTile, class KTile>
   __device__ __forceinline__ void scores(float (&s)[kRowBlocks][kTokens / 8][4], uint32_t q, uint32_t k) const {
     set_to_zero(s);
-    // Where there are few products, two sums are kept, so that a product does not have to wait for the one before.
+    // Loads the next fragment of K while this one is multiplied. Where there are few products, two sums are kept, so
+    // that a product does not have to wait for the one before.
     constexpr int kFragments = kTokens / 16;
     constexpr bool kTwoSums = kRowBlocks * kFragments == 1;
     float other[2][4] = {};
-    uint32_t a[kRowBlocks][4];
-    for_each_fragment<kQkColumns / 16 * kFragments, 2>(
-        [&](int i, uint32_t (&keys)[4]) { ptx::ldmatrix_x4(keys, KTile::block(k, i % kFragments, i / kFragments)); },
-        [&](int i, const uint32_t (&keys)[4]) {
-          const int d = i / kFragments, n = i % kFragments;
+    uint32_t keys[2][4];
+    ptx::ldmatrix_x4(keys[0], k);
 #pragma unroll
-          for (int b = 0; b < kRowBlocks; ++b) {
-            if (n == 0) ptx::ldmatrix_x4(a[b], QTile::block(q, b, d));
-          }
+    for (int d = 0; d < kQkColumns / 16; ++d) {
+      uint32_t a[kRowBlocks][4];
 #pragma unroll
-          for (int b = 0; b < kRowBlocks; ++b) {
-            float (&sum)[4] = kTwoSums && d % 2 == 1 ? other[0] : s[b][2 * n];
-            float (&next_sum)[4] = kTwoSums && d % 2 == 1 ? other[1] : s[b][2 * n + 1];
-            Element::mma(sum, a[b], keys[0], keys[1]);
-            Element::mma(next_sum, a[b], keys[2], keys[3]);
-          }
-        });
+      for (int b = 0; b < kRowBlocks; ++b) ptx::ldmatrix_x4(a[b], QTile::block(q, b, d));
+#pragma unroll
+      for (int n = 0; n < kFragments; ++n) {
+        const int i = d * kFragments + n;
+        const int next = i + 1;
+        if (next < kQkColumns / 16 * kFragments) {
+          ptx::ldmatrix_x4(keys[next % 2], KTile::block(k, next % kFragments, next / kFragments));
+        }
+#pragma unroll
+        for (int b = 0; b < kRowBlocks; ++b) {
+          float (&sum)[4] = kTwoSums && d % 2 == 1 ? other[0] : s[b][2 * n];
+          float (&next_sum)[4] = kTwoSums && d % 2 == 1 ? other[1] : s[b][2 * n + 1];
+          Element::mma(sum, a[b], keys[i % 2][0], keys[i % 2][1]);
+          Element::mma(next_sum, a[b], keys[i % 2][2], keys[i % 2][3]);
+        }
+      }
+    }
     if constexpr (kTwoSums) add_to(s[0], other);
   }
 
@@ -109,27 +102,36 @@ struct WarpState {
     set_to_zero(s);
     constexpr int kFragments = kTokens / 16;
     constexpr bool kTwoSums = kRowBlocks * kFragments == 1 && leaves_registers(kColumns);
-    constexpr int kBuffers = kRowBlocks == 1 ? 2 : 1;  // the next words, where there are registers for them
+    constexpr int kLoads = ceil_div(kQkColumns, 32) * kFragments;
     float other[2][4] = {};
-    for_each_fragment<ceil_div(kQkColumns, 32) * kFragments, kBuffers>(  // of 16 tokens x 32 columns
-        [&](int i, uint32_t (&words)[4]) { ptx::ldmatrix_x4(words, KTile::block(k, i % kFragments, i / kFragments)); },
-        [&](int i, const uint32_t (&words)[4]) {
-          const int d = i / kFragments * 2, n = i % kFragments;
+    constexpr int kBuffers = kRowBlocks == 1 ? 2 : 1;  // the next words, where there are registers for them
+    uint32_t words[kBuffers][4];                       // of 16 tokens x 32 columns
+    if (kBuffers == 2) ptx::ldmatrix_x4(words[0], k);
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            if ((d + half) * 16 >= kQkColumns) break;
-            uint32_t upper[2], lower[2];  // of eight tokens each
-            dequantize<Element, KvElement>(words[half], upper);
-            dequantize<Element, KvElement>(words[2 + half], lower);
+    for (int d = 0; d < kQkColumns; d += 32) {
 #pragma unroll
-            for (int b = 0; b < kRowBlocks; ++b) {
-              uint32_t a[4];  // read for each fragment: there are no registers to keep it
-              query(b, d + half, a);
-              Element::mma(kTwoSums && half == 1 ? other[0] : s[b][2 * n], a, upper[0], upper[1]);
-              Element::mma(kTwoSums && half == 1 ? other[1] : s[b][2 * n + 1], a, lower[0], lower[1]);
-            }
+      for (int n = 0; n < kFragments; ++n) {
+        const int i = d / 32 * kFragments + n;
+        const int next = i + kBuffers - 1;
+        if (next < kLoads) {
+          ptx::ldmatrix_x4(words[next % kBuffers], KTile::block(k, next % kFragments, next / kFragments));
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (d + half * 16 >= kQkColumns) break;
+          uint32_t upper[2], lower[2];  // of eight tokens each
+          dequantize<Element, KvElement>(words[i % kBuffers][half], upper);
+          dequantize<Element, KvElement>(words[i % kBuffers][2 + half], lower);
+#pragma unroll
+          for (int b = 0; b < kRowBlocks; ++b) {
+            uint32_t a[4];  // read for each fragment: there are no registers to keep it
+            query(b, d / 16 + half, a);
+            Element::mma(kTwoSums && half == 1 ? other[0] : s[b][2 * n], a, upper[0], upper[1]);
+            Element::mma(kTwoSums && half == 1 ? other[1] : s[b][2 * n + 1], a, lower[0], lower[1]);
           }
-        });
+        }
+      }
+    }
     if constexpr (kTwoSums) add_to(s[0], other);
   }
 
@@ -243,19 +245,25 @@ struct WarpState {
   template <int kTokens, class VTile>
   __device__ __forceinline__ void accumulate(const uint32_t (&p)[kRowBlocks][kTokens / 8][2], uint32_t v) {
     constexpr int kFragments = kColumns / 16;
-    for_each_fragment<kTokens / 16 * kFragments, 2>(
-        [&](int i, uint32_t (&values)[4]) {
-          ptx::ldmatrix_x4_trans(values, VTile::block(v, i / kFragments, i % kFragments));
-        },
-        [&](int i, const uint32_t (&values)[4]) {
-          const int k = i / kFragments, d = i % kFragments;
+    uint32_t values[2][4];
+    ptx::ldmatrix_x4_trans(values[0], v);
 #pragma unroll
-          for (int b = 0; b < kRowBlocks; ++b) {
-            const uint32_t a[4] = {p[b][2 * k][0], p[b][2 * k][1], p[b][2 * k + 1][0], p[b][2 * k + 1][1]};
-            Element::mma(o[b][2 * d], a, values[0], values[1]);
-            Element::mma(o[b][2 * d + 1], a, values[2], values[3]);
-          }
-        });
+    for (int k = 0; k < kTokens / 16; ++k) {
+#pragma unroll
+      for (int d = 0; d < kFragments; ++d) {
+        const int i = k * kFragments + d;
+        const int next = i + 1;
+        if (next < kTokens / 16 * kFragments) {
+          ptx::ldmatrix_x4_trans(values[next % 2], VTile::block(v, next / kFragments, next % kFragments));
+        }
+#pragma unroll
+        for (int b = 0; b < kRowBlocks; ++b) {
+          const uint32_t a[4] = {p[b][2 * k][0], p[b][2 * k][1], p[b][2 * k + 1][0], p[b][2 * k + 1][1]};
+          Element::mma(o[b][2 * d], a, values[i % 2][0], values[i % 2][1]);
+          Element::mma(o[b][2 * d + 1], a, values[i % 2][2], values[i % 2][3]);
+        }
+      }
+    }
   }
 
   /// The same with V of an 8-bit cache, dequantized on the way. A lane gets words of two neighboring tokens x two
@@ -265,25 +273,31 @@ struct WarpState {
   __device__ __forceinline__ void dequantized_accumulate(const uint32_t (&p)[kRowBlocks][kTokens / 8][2], uint32_t v) {
     static_assert(kColumns % 32 == 0, "two groups of 16 columns are loaded together");
     constexpr int kFragments = kColumns / 32;
-    for_each_fragment<kTokens / 16 * kFragments, 2>(
-        [&](int i, uint32_t (&words)[4]) {
-          ptx::ldmatrix_x4_trans(words, VTile::block(v, i / kFragments, i % kFragments));
-        },
-        [&](int i, const uint32_t (&words)[4]) {
-          const int k = i / kFragments, d = i % kFragments;
+    uint32_t words[2][4];
+    ptx::ldmatrix_x4_trans(words[0], v);
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            uint32_t upper[2], lower[2];  // tokens 0 to 7 and 8 to 15: of even columns, of odd ones
-            dequantize_apart<Element, KvElement>(words[2 * half], upper);
-            dequantize_apart<Element, KvElement>(words[2 * half + 1], lower);
+    for (int k = 0; k < kTokens / 16; ++k) {
 #pragma unroll
-            for (int b = 0; b < kRowBlocks; ++b) {
-              const uint32_t a[4] = {p[b][2 * k][0], p[b][2 * k][1], p[b][2 * k + 1][0], p[b][2 * k + 1][1]};
-              Element::mma(o[b][4 * d + 2 * half], a, upper[0], lower[0]);
-              Element::mma(o[b][4 * d + 2 * half + 1], a, upper[1], lower[1]);
-            }
+      for (int d = 0; d < kFragments; ++d) {
+        const int i = k * kFragments + d;
+        const int next = i + 1;
+        if (next < kTokens / 16 * kFragments) {
+          ptx::ldmatrix_x4_trans(words[next % 2], VTile::block(v, next / kFragments, next % kFragments));
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          uint32_t upper[2], lower[2];  // tokens 0 to 7 and 8 to 15: of even columns, of odd ones
+          dequantize_apart<Element, KvElement>(words[i % 2][2 * half], upper);
+          dequantize_apart<Element, KvElement>(words[i % 2][2 * half + 1], lower);
+#pragma unroll
+          for (int b = 0; b < kRowBlocks; ++b) {
+            const uint32_t a[4] = {p[b][2 * k][0], p[b][2 * k][1], p[b][2 * k + 1][0], p[b][2 * k + 1][1]};
+            Element::mma(o[b][4 * d + 2 * half], a, upper[0], lower[0]);
+            Element::mma(o[b][4 * d + 2 * half + 1], a, upper[1], lower[1]);
           }
-        });
+        }
+      }
+    }
   }
 
   /// Columns 8 * n + 4t to 8 * n + 4t + 3 after dequantized_accumulate(); n is even.
