@@ -308,22 +308,23 @@ def kernels(arch: str) -> dict[str, Kernel]:
 
 
 def distinct_kernels(arch: str) -> dict[str, Kernel]:
-    """The kernels that CI compiles, which has no time for all.
+    """The kernels that CI compiles, which has no time for all. A release compiles all (`make wheel`).
 
-    float16 attention and sampling differ from bfloat16 only in the element, and the generic design for Hopper
-    equals the design for Ampere. CI compiles only the plainest of these attention kernels. A release compiles
-    all (`make wheel`).
+    float16 attention differs from bfloat16 only in the element, and the generic design for Hopper equals
+    the design for Ampere: of these, CI compiles the plainest kernel. It compiles sinks and ALiBi for the
+    narrowest heads, and sampling from float32 for Ampere, from bfloat16 for Hopper.
     """
 
     def is_distinct(name: str) -> bool:
         shape = _shape_of(name)
         if shape is None:
-            return name != sampling_name("f16")
-        if name.endswith("_standard") and shape == KernelShape(shape.element, HeadDims(128, 128)):
-            return True
-        return shape.element != "f16" and name.startswith(
-            tuple(f"attention_{stem}_" for stem in default_design(arch, shape.dims).cubins.values())
-        )
+            return name not in (sampling_name("f16"), sampling_name("f32" if arch == SM90 else "bf16"))
+        own = default_design(arch, shape.dims).cubins.values()
+        is_own = name.startswith(tuple(f"attention_{stem}_" for stem in own))
+        is_plain = name.endswith("_standard")
+        if shape == KernelShape(shape.element, HeadDims.of(128)) and is_plain and arch == SM90:
+            return is_own or shape.element == "bf16"
+        return is_own and shape.element != "f16" and (is_plain or shape.dims == HeadDims.of(64))
 
     return {name: kernel for name, kernel in kernels(arch).items() if is_distinct(name)}
 
