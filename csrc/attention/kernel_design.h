@@ -14,9 +14,9 @@
 
 namespace attn {
 
-/// The costs that a schedule is made from. On a GPU the small kinds of row tiles wait for memory and cost about the
-/// same; a pair of a large one costs two more of its KV tiles, or three to six if its rows leave states (ADR 6). On a
-/// CPU cost follows the rows.
+/// The costs that a schedule is made from. Only their ratios count. On a GPU the small kinds of row tiles wait for
+/// memory and cost about the same. A pair of a large one costs two more of its KV tiles, or three to six if its rows
+/// leave states (ADR 6). On a CPU cost follows the rows.
 struct KernelCosts {
   int32_t kv_tile[kNumCostKinds];
   int32_t pair[kNumCostKinds];

@@ -139,7 +139,7 @@ struct RowsCost {
   int32_t pairs;    // beside them
 };
 
-/// The cost of a row group of `rows` rows. `node_group`: they leave states.
+/// The cost of a row group of `rows` rows. `is_node`: they leave states.
 ATTN_HD RowsCost rows_cost(const ScheduleConfig& config, int32_t rows, bool is_node) {
   const int32_t packed_rows = packed_rows_of(config, rows);
   const int32_t kind = choose_kind(config, packed_rows);

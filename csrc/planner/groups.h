@@ -225,10 +225,11 @@ ATTN_HD RowTile make_row_tile(const PlanParams& p, const RowGroup& group, int32_
   TokenRange range = level.visibility.seen_by_any(offset + first, offset + last, TokenRange{0, group.kv_len});
   if (level.row_ranges != nullptr) range = seen_by_any_row(level.row_ranges, group, first, last, range);
   tile.kv_end = max_of(range.end, 0);
-  const int32_t hidden =
-      range.begin > 0 ? p.kv_tile.divide(min_of(range.begin, tile.kv_end)) : 0;  // KV tiles that no row sees
-  tile.kv_begin = hidden * config.kv_tile;
-  tile.num_kv_tiles = tile.kv_end > tile.kv_begin ? p.kv_tile.divide(tile.kv_end - 1) + 1 - hidden : 1;
+  const int32_t begin = clamp(range.begin, 0, tile.kv_end);
+  tile.kv_begin = p.kv_tile.divide(begin) * config.kv_tile;
+  const bool may_shift = !config.batch_invariant && level.row_ranges == nullptr;
+  if (may_shift && begin - tile.kv_begin >= config.kv_tile / 2) tile.kv_begin += config.kv_tile / 2;
+  tile.num_kv_tiles = tile.kv_end > tile.kv_begin ? p.kv_tile.divide(tile.kv_end - 1 - tile.kv_begin) + 1 : 1;
   if (level.kv_tile_lists != nullptr) skip_kv_tiles(p, group, index, tile);
   return tile;
 }

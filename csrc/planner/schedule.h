@@ -75,9 +75,10 @@ struct RowGroup {
 };
 
 /// Packed rows [packed_begin, packed_begin + tile_rows(kind)) of a row group (those below qo_len * group_size exist)
-/// and the tokens [kv_begin, kv_end) that any of them may attend to. kv_begin is a multiple of ScheduleConfig::kv_tile.
-/// If there are holes between the KV tiles it is negative: the complement (~) of the first one's place among all KV
-/// tiles that are listed (kv_tile_start()).
+/// and the tokens [kv_begin, kv_end) that any of them may attend to. kv_begin is a multiple of half a KV tile, so that
+/// a short window lies in fewer KV tiles. It is a multiple of a KV tile in batch invariant plans, and where row ranges
+/// are known. If there are holes between the KV tiles, kv_begin is negative: the complement (~) of the first one's
+/// place among all KV tiles that are listed (kv_tile_start()).
 struct RowTile {
   int64_t cost_begin;  // cost of everything before this tile in the list
   int32_t group;

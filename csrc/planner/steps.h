@@ -3,7 +3,7 @@
 //
 //   read    lengths and page tables become row groups, with invalid values clamped (groups.h)
 //   decide  shared prefixes become nodes of a forest; those that pay add row groups (forest.h)
-//   place   row groups become row tiles, each with its cost, in one list (schedule.h)
+//   place   row groups become row tiles, each with its cost, in one list (groups.h)
 //   cut     the list is cut into an interval for each CTA of the attention kernel (cost_model.h, cuts.h)
 //   write   header, levels, and the links of rows to the row groups of the forest
 //

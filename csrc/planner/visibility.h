@@ -26,10 +26,6 @@ struct Visibility {
   int32_t causal = 0;
   int32_t window_left = -1;  // tokens to the left of the query; -1: all
 
-  ATTN_HD bool sees(int32_t qo_position, int32_t kv_position) const {
-    return (causal == 0 || kv_position <= qo_position) && (window_left < 0 || qo_position - kv_position <= window_left);
-  }
-
   /// Narrows `range` to the tokens that any query in [first, last] sees.
   ATTN_HD TokenRange seen_by_any(int32_t first, int32_t last, TokenRange range) const {
     if (causal) range.end = min_of(range.end, last + 1);

@@ -99,10 +99,10 @@ tvm::ffi::Array<tvm::ffi::String> names_of() {
 ///     ATTN_ARGUMENTS(Scaling, SCALING);
 #define ATTN_ARGUMENTS(Struct, LIST)                                  \
   struct Struct {                                                     \
-    LIST(ATTN_FIELD)                                                  \
+    LIST(ATTN_MEMBER)                                                 \
     static constexpr std::tuple arguments = {LIST(ATTN_TABLE_ENTRY)}; \
   }
-#define ATTN_FIELD(type, name) type name;
+#define ATTN_MEMBER(type, name) type name;
 #define ATTN_TABLE_ENTRY(type, name) Argument<type>{#name},
 
 /// Exports attn::name, which takes a Struct, and the names in its table as `name`_arguments.

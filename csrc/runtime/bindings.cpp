@@ -66,7 +66,7 @@ void set_variant_params(int64_t handle, const Bytes& params) {
   Attention::of(handle).set_variant_params(params.data(), params.size());
 }
 
-/// Loads a kernel of the design that a run() found missing ("kernel is not loaded: NAME").
+/// Loads a kernel of the design that a run() found missing (MissingKernelError).
 void load_attention_kernel(int64_t handle, String kernel, String file) {
   Attention::of(handle).load_kernel(kernel, file);
 }

@@ -301,7 +301,7 @@ void launch(const Kernel& kernel, const Launch& shape, const void* params, Strea
   if (result != 0) {
     check(result, "launching " + kernel.name + " with grid " + std::to_string(shape.grid_x) + " x " +
                       std::to_string(shape.grid_y) + " x " + std::to_string(shape.grid_z) + ", " +
-                      std::to_string(shape.threads) + " threads, " + std::to_string(kernel.shared_bytes) +
+                      std::to_string(shape.threads) + " threads, " + std::to_string(shared_bytes) +
                       " bytes of shared memory");
   }
 }

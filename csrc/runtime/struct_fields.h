@@ -69,10 +69,10 @@ constexpr bool is_covered(size_t padding) {
 #define ATTN_EXPAND_16(...) ATTN_EXPAND_4(ATTN_EXPAND_4(ATTN_EXPAND_4(ATTN_EXPAND_4(__VA_ARGS__))))
 #define ATTN_EXPAND_4(...) ATTN_EXPAND_1(ATTN_EXPAND_1(ATTN_EXPAND_1(ATTN_EXPAND_1(__VA_ARGS__))))
 #define ATTN_EXPAND_1(...) __VA_ARGS__
-#define ATTN_FOR_EACH(MACRO, context, ...) ATTN_EXPAND(ATTN_STEP(MACRO, context, __VA_ARGS__))
-#define ATTN_STEP(MACRO, context, first, ...) \
+#define ATTN_FOR_EACH(MACRO, context, ...) ATTN_EXPAND(ATTN_FOR_STEP(MACRO, context, __VA_ARGS__))
+#define ATTN_FOR_STEP(MACRO, context, first, ...) \
   MACRO(context, first) __VA_OPT__(ATTN_NEXT_STEP ATTN_NO_ARGUMENTS(MACRO, context, __VA_ARGS__))
-#define ATTN_NEXT_STEP() ATTN_STEP
+#define ATTN_NEXT_STEP() ATTN_FOR_STEP
 #define ATTN_NO_ARGUMENTS ()
 
 /// The table of a struct, with the bytes that belong to no field: ATTN_STRUCT(RowLink, 0, group, index);

@@ -70,6 +70,12 @@ void test_tanh() {
     expect(std::fabs(attn::tanh_rational(x) - 1.0f) <= 4e-7f, "tanh_rational() far out", 0, 0);
 }
 
+/// A query at position q sees the tokens [q - window_left, q] if causal, else from q - window_left on.
+bool sees(const attn::Visibility& visibility, int32_t position, int32_t token) {
+  return (visibility.causal == 0 || token <= position) &&
+         (visibility.window_left < 0 || position - token <= visibility.window_left);
+}
+
 /// seen_by_any() and seen_by_all() against sees(), pair by pair.
 void test_visibility() {
   for (int32_t causal : {0, 1}) {
@@ -81,7 +87,7 @@ void test_visibility() {
           const attn::TokenRange all = visibility.seen_by_all(first, last, attn::TokenRange{0, 10});
           for (int32_t token = 0; token < 10; ++token) {
             int visible = 0;
-            for (int32_t position = first; position <= last; ++position) visible += visibility.sees(position, token);
+            for (int32_t position = first; position <= last; ++position) visible += sees(visibility, position, token);
             expect(visible == 0 || (token >= any.begin && token < any.end), "seen_by_any() leaves out a visible token",
                    token, first);
             expect(visible == last - first + 1 || token < all.begin || token >= all.end,

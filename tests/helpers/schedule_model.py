@@ -157,7 +157,8 @@ def _row_tiles(
         first, last = (kv_len - qo_len + row // group_size for row in (begin, end - 1))
         kv_end = max(min(kv_len, last + 1) if view.causal is not False else kv_len, 0)
         kv_begin = max(first - view.window_left, 0) if view.window_left >= 0 else 0
-        kv_begin = min(kv_begin, kv_end) // config.kv_tile * config.kv_tile
+        half = config.kv_tile // 2
+        kv_begin = min(kv_begin, kv_end) // half * half
         tiles.append(
             [group, kind, begin, kv_begin, kv_end, max(-(-(kv_end - kv_begin) // config.kv_tile), 1)]
         )

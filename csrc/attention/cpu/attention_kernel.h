@@ -314,15 +314,10 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
   /// Sets scores to -inf where the query at `position` does not see the token, or there is none.
   void mask_scores(float* scores, int32_t position, int begin, int end, TokenRange tokens, int32_t block_begin) const {
     const TokenRange seen = visibility_.seen_by_any(position, position, tokens);
-    const TokenRange certain = visibility_.seen_by_all(position, position, seen);
     const int seen_begin = clamp(seen.begin - block_begin, begin, end);
     const int seen_end = clamp(seen.end - block_begin, seen_begin, end);
     for (int t = begin; t < seen_begin; ++t) scores[t] = -INFINITY;
     for (int t = seen_end; t < end; ++t) scores[t] = -INFINITY;
-    if (certain.begin <= seen.begin && certain.end >= seen.end) return;
-    for (int t = seen_begin; t < seen_end; ++t) {
-      if (!visibility_.sees(position, block_begin + t)) scores[t] = -INFINITY;
-    }
   }
 
   void rescale(int row, float factor) {

@@ -202,9 +202,9 @@ struct DequantizingCopier {
       for (int is_v = 0; is_v < kTiles; ++is_v) {
         const typename Shared::KvPlace right = place.ahead(1);  // freed first, and multiplied first
         shared.wait_kv_free(right);
-        copy<0, kRightSteps>(shared, rows, next, right.stage, is_v);
+        copy<0, kRightSteps>(shared, rows, next, right.index, is_v);
         shared.wait_kv_free(place);
-        copy<kRightSteps, kTileSteps>(shared, rows, next, place.stage, is_v);
+        copy<kRightSteps, kTileSteps>(shared, rows, next, place.index, is_v);
         place = place.ahead(2);
       }
       rows = next;

@@ -31,8 +31,8 @@ __device__ __forceinline__ void produce_item(const typename Traits::Params& tma_
                                              const SharedMemory<Traits>& shared, const WorkItem& item,
                                              typename SharedMemory<Traits>::QPlace& place) {
   shared.wait_q_free(place);
-  const uint32_t full = shared.q_full(place.stage);
-  if (item.num_kv_tiles > 0) load_q<Traits>(tma_params, item, shared.q(place.stage), full);
+  const uint32_t full = shared.q_full(place.index);
+  if (item.num_kv_tiles > 0) load_q<Traits>(tma_params, item, shared.q(place.index), full);
   if constexpr (Traits::kDequantizesQuery) {
     ptx::fence_async_proxy();  // before wgmma reads it
     ptx::mbarrier_arrive(full);
@@ -41,7 +41,7 @@ __device__ __forceinline__ void produce_item(const typename Traits::Params& tma_
   }
   if constexpr (Traits::Variant::kHasScales) {
     if (item.num_kv_tiles > 0 && ptx::thread_id() < kFirstQueryThread + 32) {
-      int32_t* const requests = const_cast<int32_t*>(shared.requests(shared.item(place.stage)));
+      int32_t* const requests = const_cast<int32_t*>(shared.requests(shared.item(place.index)));
       write_requests<typename Traits::Variant, tile_rows(kTwoWarpgroupKind), 32>(
           tma_params.attention, item.rows, item.group, item.kv_head, ptx::lane_id(), requests);
     }
@@ -51,10 +51,10 @@ __device__ __forceinline__ void produce_item(const typename Traits::Params& tma_
     if constexpr (Traits::Variant::kHasScales) {
       using Variant = typename Traits::Variant;
       const AttentionParams& params = tma_params.attention;
-      const_cast<float&>(shared.score_scale(shared.item(place.stage))) =
+      const_cast<float&>(shared.score_scale(shared.item(place.index))) =
           score_scale(Variant(params.variant.template as<typename Variant::Params>(), item.kv_head), params.sm_scale);
     }
-    shared.item(place.stage) = item;
+    shared.item(place.index) = item;
     ptx::mbarrier_arrive(full);
   }
   place.next();
@@ -140,11 +140,11 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
         if constexpr (kIsWide) {
           const typename Shared::KvPlace right = place.ahead(1);  // freed first, and multiplied first
           shared.wait_kv_free(right);
-          copier.template copy<kLeftBlocks, kBlocks>(shared, found, head, right.stage, policy);
+          copier.template copy<kLeftBlocks, kBlocks>(shared, found, head, right.index, policy);
           shared.wait_kv_free(place);
-          copier.template copy<0, kLeftBlocks>(shared, found, head, place.stage, policy);
+          copier.template copy<0, kLeftBlocks>(shared, found, head, place.index, policy);
         } else {
-          copier.template copy<0, kBlocks>(shared, found, head, place.stage, policy);
+          copier.template copy<0, kBlocks>(shared, found, head, place.index, policy);
         }
         place = place.ahead(is_one_tile ? Shared::kParts : 2 * Shared::kParts);
         if (last) break;

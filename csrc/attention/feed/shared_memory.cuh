@@ -21,17 +21,17 @@ enum Barrier : int {
   kTurnBarrier = 6  // and 7
 };
 
-/// A place in a ring of stages, and the parity of the phase that the ring is in.
+/// A place in a ring of stages, or of their parts, and the parity of the phase that the ring is in.
 template <int kStages>
 struct RingPlace {
-  int32_t stage = 0;
+  int32_t index = 0;
   uint32_t parity = 0;
 
   __device__ __forceinline__ RingPlace ahead(int stages) const {
     if constexpr (kStages == 1) return RingPlace{0, parity ^ 1};
-    RingPlace place{stage + stages, parity};
-    if (place.stage >= kStages) {
-      place.stage -= kStages;
+    RingPlace place{index + stages, parity};
+    if (place.index >= kStages) {
+      place.index -= kStages;
       place.parity ^= 1;
     }
     return place;
@@ -52,7 +52,7 @@ struct SharedMemory {
   static constexpr bool kIsWide = is_wide(Traits::Shape::kDims);
   static constexpr int kPartTokens = Traits::kTuning.kv_tile / kParts;
   using QPlace = RingPlace<kQStages>;
-  using KvPlace = RingPlace<kKvParts>;  // counts parts
+  using KvPlace = RingPlace<kKvParts>;  // its index is a part's
 
   char* base;
   uint32_t address;
@@ -68,9 +68,10 @@ struct SharedMemory {
     return base + kLayout.kv + stage / 2 * (kLayout.k_stage_bytes + kLayout.v_stage_bytes) +
            stage % 2 * kLayout.k_stage_bytes;
   }
-  /// With an 8-bit cache: the K tile that is multiplied next, or the V tile if `is_v`.
-  __device__ __forceinline__ char* dequantized(int is_v) const {
-    return base + kLayout.dequantized + is_v * kLayout.dequantized_bytes;
+  /// With an 8-bit cache, one of two tiles: in prefill 0 is the K tile that is multiplied next, and 1 the V tile. In
+  /// decode each warpgroup has one. 8-bit prefill transposes V tiles into them in turn.
+  __device__ __forceinline__ char* dequantized(int number) const {
+    return base + kLayout.dequantized + number * kLayout.dequantized_bytes;
   }
   __device__ __forceinline__ WorkItem& item(int stage) const {
     return *reinterpret_cast<WorkItem*>(base + kLayout.items + stage * kLayout.item_bytes);
@@ -138,20 +139,20 @@ struct SharedMemory {
 
   // The producer waits until the consumers have freed a stage; at first every stage is free.
   __device__ __forceinline__ void wait_q_free(const QPlace& place) const {
-    ptx::mbarrier_wait(q_free(place.stage), place.parity ^ 1);
+    ptx::mbarrier_wait(q_free(place.index), place.parity ^ 1);
   }
   __device__ __forceinline__ void wait_kv_free(const KvPlace& place) const {
-    ptx::mbarrier_wait(kv_free(place.stage), place.parity ^ 1);
+    ptx::mbarrier_wait(kv_free(place.index), place.parity ^ 1);
   }
 
   __device__ __forceinline__ void wait_q_full(const QPlace& place) const {
-    ptx::mbarrier_wait(q_full(place.stage), place.parity);
+    ptx::mbarrier_wait(q_full(place.index), place.parity);
   }
   __device__ __forceinline__ bool is_kv_full(const KvPlace& place) const {
-    return ptx::mbarrier_test(kv_full(place.stage), place.parity);
+    return ptx::mbarrier_test(kv_full(place.index), place.parity);
   }
   __device__ __forceinline__ void wait_kv_full(const KvPlace& place) const {
-    ptx::mbarrier_wait(kv_full(place.stage), place.parity);
+    ptx::mbarrier_wait(kv_full(place.index), place.parity);
   }
 
   /// Called by a consumer warp whose share of the next tiles is transformed or transposed, and by all that wait for the
@@ -161,11 +162,11 @@ struct SharedMemory {
 
   /// Called by a consumer warp that has read what it needs; it arrives for `warps` warps. In a cluster, which only wide
   /// heads form, each warp arrives for itself, at all CTAs.
-  __device__ __forceinline__ void free_q(const QPlace& place) const { arrive_as_warp(q_free(place.stage), 1); }
+  __device__ __forceinline__ void free_q(const QPlace& place) const { arrive_as_warp(q_free(place.index), 1); }
   __device__ __forceinline__ void free_kv(const KvPlace& place, uint32_t warps) const {
-    if (cluster_ctas() == 1) return arrive_as_warp(kv_free(place.stage), warps);
+    if (cluster_ctas() == 1) return arrive_as_warp(kv_free(place.index), warps);
     __syncwarp();
-    if (ptx::lane_id() < 2) ptx::cluster_mbarrier_arrive(ptx::cluster_address(kv_free(place.stage), ptx::lane_id()));
+    if (ptx::lane_id() < 2) ptx::cluster_mbarrier_arrive(ptx::cluster_address(kv_free(place.index), ptx::lane_id()));
   }
 
   __device__ __forceinline__ static void arrive_as_warp(uint32_t barrier, uint32_t warps) {

@@ -5,9 +5,8 @@
 
 namespace attn {
 
-/// Columns of a row that a warp merges.
 constexpr int32_t kMergeThreads = 256;
-constexpr int32_t kMergeColumns = 128;
+constexpr int32_t kMergeColumns = 128;  // of a row, that a warp merges
 
 /// Blocks that share a multiprocessor (ADR 22). Compiled for sm_80, the kernel needs the registers that three leave.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900

@@ -176,6 +176,8 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
   constexpr int kKvTile = tuning(Shape::kDims, Traits::StoredElement::kBytes).kv_tile;
   constexpr bool kIsWide = is_wide(Shape::kDims);
   constexpr int kColumns = kIsWide ? Shape::kV / kWarps : Shape::kVMultiplied;  // of V and O, of a warp
+  static_assert(!kIsWide || kColumns * Element::kBytes % 128 == 0,
+                "a warp's columns of V begin at a block of the tile");
   using Layout = WarpLayout<kKind, kKvTile, kIsWide, Traits::kDequantizesInRegisters>;
   using Query = QTile<Traits>;
   using Keys = SharedTile<MultipliedElement<Traits>, Shape::kQk>;

@@ -39,7 +39,7 @@ struct WorkItems {
 
   __device__ __forceinline__ explicit WorkItems(const Shared& shared_) : shared(shared_) { shared.wait_q_full(place); }
 
-  __device__ __forceinline__ const WorkItem& item() const { return shared.item(place.stage); }
+  __device__ __forceinline__ const WorkItem& item() const { return shared.item(place.index); }
   __device__ __forceinline__ bool any() const { return item().num_kv_tiles > 0; }
   __device__ __forceinline__ void next() {
     shared.free_q(place);
@@ -76,9 +76,9 @@ __device__ __forceinline__ void consume(const TmaParams& params, const SharedMem
     for (WorkItems<Traits> items(shared); items.any(); items.next()) {
       const WorkItem& item = items.item();
       if (multiplies<Traits>(item))
-        prefill.run(item, items.place.stage);
+        prefill.run(item, items.place.index);
       else if (item.kind == 0 && is_sharing<Traits>())
-        decode.run(item, items.place.stage);
+        decode.run(item, items.place.index);
       else
         prefill.skip(item);
     }

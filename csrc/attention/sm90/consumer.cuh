@@ -47,12 +47,12 @@ struct KvRing {
   __device__ __forceinline__ bool is_tile_full(Place place) const {
     bool full = true;
 #pragma unroll
-    for (int part = 0; part < Shared::kParts; ++part, ++place.stage) full = full & shared.is_kv_full(place);
+    for (int part = 0; part < Shared::kParts; ++part, ++place.index) full = full & shared.is_kv_full(place);
     return full;
   }
   __device__ __forceinline__ void wait_for_tile(Place place) const {
 #pragma unroll
-    for (int part = 0; part < Shared::kParts; ++part, ++place.stage) shared.wait_kv_full(place);
+    for (int part = 0; part < Shared::kParts; ++part, ++place.index) shared.wait_kv_full(place);
   }
   /// Usually both have arrived: testing all barriers at once is then faster than waiting for one after another.
   __device__ __forceinline__ void wait_for_tiles(Place keys, Place values) const {
@@ -62,7 +62,7 @@ struct KvRing {
   }
   __device__ __forceinline__ void free_tile(Place place) const {
 #pragma unroll
-    for (int part = 0; part < Shared::kParts; ++part, ++place.stage) shared.free_kv(place, 1);
+    for (int part = 0; part < Shared::kParts; ++part, ++place.index) shared.free_kv(place, 1);
   }
   __device__ __forceinline__ void next_tile() { kv = kv.ahead(Shared::kParts); }
 };

@@ -1,6 +1,6 @@
-// Decode: row tiles of 16 rows, multiplied with mma.sync. The warpgroups share each KV tile, or take every other one
-// (kSharesTiles), and a warpgroup's four warps share its tokens. The states of all eight warps merge in shared memory
-// at the end.
+// Decode: row tiles of 16 rows, multiplied with mma.sync. Two warpgroups share each KV tile (kSharesTiles), or each
+// takes every other one, and a warpgroup's four warps share its tokens. The states of all eight warps merge in shared
+// memory at the end.
 //
 // Over an 8-bit cache, a warp dequantizes its tokens in registers. If a variant transforms them, the warp first
 // dequantizes them into its rows of a tile that wgmma reads in larger row tiles. There it transforms and multiplies
@@ -23,7 +23,7 @@ struct DecodeSwitches {
   static constexpr bool kUsesSoftmax = Traits::Variant::kUsesSoftmax;  // all variants but those with custom weights
   static constexpr bool kSkipsTiles = Traits::Variant::kSkipsTiles;    // variants with sparse masks
   static constexpr bool kRewritesQuery = Traits::kRewritesQuery;       // Q hooks, Q of another 16-bit type
-  static constexpr bool kDequantizesInRegisters = Traits::kDequantizesInRegisters;  // 8-bit caches
+  static constexpr bool kDequantizesInRegisters = Traits::kDequantizesInRegisters;  // 8-bit caches without transforms
   static constexpr bool kDequantizesInTiles =
       Traits::kDequantizesInTiles;  // 8-bit caches, if a variant transforms K or V
   static constexpr bool kSharesTiles = SharedMemory<Traits>::kParts == 2;  // KV tiles of 128 tokens: narrow heads
@@ -47,6 +47,7 @@ struct Decode {
   static constexpr int kQkColumns = Traits::Shape::kQkMultiplied;
   static constexpr int kParts = Shared::kParts;
   static constexpr int kTokens = Shared::kPartTokens / 4;  // of a KV tile, that a warp takes
+  static constexpr int kFreedFor = 2;  // warps: its own, and one of the warpgroup that does not read the part
 
   /// How the warps share an item: all have the same 16 rows, and 16 or more tokens each of a part of a KV tile.
   struct Layout {
@@ -87,7 +88,7 @@ struct Decode {
     if constexpr (Switches::kDequantizesInRegisters) held.load(q);
 
     int32_t token = Walk::enter(Walk::first(params, item), rows) + row;
-    KvTileStart next{token, false};  // the next KV tile
+    KvTileStart next{token, false};  // where the next iteration's KV tile begins
     for (int tile = 0; tile < item.num_kv_tiles; ++tile,
              token = Switches::kSkipsTiles ? Walk::enter(next, rows) + row : token + Walk::kStep,
              ring.kv = ring.kv.ahead(2 * kParts)) {
@@ -105,12 +106,12 @@ struct Decode {
 
       // S = Q K^T
       shared.wait_kv_full(keys);
-      prepare<KeyTransform<Variant>, KTile<Traits>, Keys>(item, keys.stage, row, own_row, token,
+      prepare<KeyTransform<Variant>, KTile<Traits>, Keys>(item, keys.index, row, own_row, token,
                                                           TokenRange{0, Walk::kTokens});
       float s[1][kTokens / 8][4];
       uint32_t p[1][kTokens / 8][2];
       const uint32_t k =
-          ptx::shared_address(own_tile(keys.stage)) + own_row * Keys::kRowBytes + Keys::columns_first(lane);
+          ptx::shared_address(own_tile(keys.index)) + own_row * Keys::kRowBytes + Keys::columns_first(lane);
       if constexpr (Switches::kDequantizesInRegisters) {
         state.template dequantized_scores<kQkColumns, kTokens, Keys, KvElement>(
             s, [&](int, int d, uint32_t (&a)[4]) { held.get(a, q, d); }, k);
@@ -118,7 +119,7 @@ struct Decode {
       } else {
         state.template scores<kQkColumns, kTokens, Query, Keys>(s, q, k);
       }
-      shared.free_kv(keys, 2);
+      shared.free_kv(keys, kFreedFor);
 
       // P = softmax(S)
       scores.finish(item, s, 0, token, constants, rows);
@@ -130,18 +131,18 @@ struct Decode {
       // O += P V
       shared.wait_kv_full(values);
       const TokenRange readable{item.readable.begin - token + row, item.readable.end - token + row};  // rows of V
-      prepare<ValueTransform<Variant>, VTile<Traits>, Values>(item, values.stage, row, own_row, token, readable);
+      prepare<ValueTransform<Variant>, VTile<Traits>, Values>(item, values.index, row, own_row, token, readable);
       if (!Switches::kDequantizesInTiles && (token < item.readable.begin || token + kTokens > item.readable.end)) {
-        zero_rows<Values, 32>(shared.kv(values.stage), row, row + kTokens, readable.begin, readable.end, lane);
+        zero_rows<Values, 32>(shared.kv(values.index), row, row + kTokens, readable.begin, readable.end, lane);
         __syncwarp();
       }
       const uint32_t v =
-          ptx::shared_address(own_tile(values.stage)) + own_row * Values::kRowBytes + Values::rows_first(lane);
+          ptx::shared_address(own_tile(values.index)) + own_row * Values::kRowBytes + Values::rows_first(lane);
       if constexpr (Switches::kDequantizesInRegisters)
         state.template dequantized_accumulate<kTokens, Values, KvElement>(p, v);
       else
         state.template accumulate<kTokens, Values>(p, v);
-      shared.free_kv(values, 2);
+      shared.free_kv(values, kFreedFor);
     }
 
     // Epilogue: the warps' states merge.
@@ -151,27 +152,27 @@ struct Decode {
         state, target, warp, halves, shared.q(q_stage), shared.row_states());
   }
 
-  /// Where this warp multiplies its rows of the tile in `stage`.
-  __device__ __forceinline__ char* own_tile(int stage) const {
-    return Switches::kDequantizesInTiles ? ring.shared.dequantized(warpgroup()) : ring.shared.kv(stage);
+  /// Where this warp multiplies its rows of the tile at `part`.
+  __device__ __forceinline__ char* own_tile(int part) const {
+    return Switches::kDequantizesInTiles ? ring.shared.dequantized(warpgroup()) : ring.shared.kv(part);
   }
 
-  /// Dequantizes and transforms the warp's rows of the tile in `stage`, from `row` on, if they are multiplied in shared
+  /// Dequantizes and transforms the warp's rows of the tile at `part`, from `row` on, if they are multiplied in shared
   /// memory. They are then rows of own_tile(), from `own_row` on. `token`: of the first. Rows outside of `readable`
   /// become zeros where they are dequantized.
   template <class Transform, class Stored, class Tile>
-  __device__ __forceinline__ void prepare(const WorkItem& item, int stage, int row, int own_row, int32_t token,
+  __device__ __forceinline__ void prepare(const WorkItem& item, int part, int row, int own_row, int32_t token,
                                           const TokenRange& readable) const {
     if constexpr (Switches::kDequantizesInTiles) {
       __syncwarp();  // all lanes have multiplied the previous rows
-      dequantize_tile_rows<Stored, Tile, Element, KvElement, kTokens, 32>(ring.shared.kv(stage), row, own_tile(stage),
+      dequantize_tile_rows<Stored, Tile, Element, KvElement, kTokens, 32>(ring.shared.kv(part), row, own_tile(part),
                                                                           own_row, ptx::lane_id(), readable);
       __syncwarp();
     }
     if constexpr (Transform::kExists) {
       constexpr int kRowsAtOnce = Switches::kDequantizesInTiles && !leaves_registers(Traits::kVColumns) ? 1 : 2;
       transform_tokens<Traits, Transform, Tile, 32, kTokens, kRowsAtOnce, 4>(
-          params, item, own_tile(stage), own_row, own_row + kTokens, ptx::lane_id(), token - own_row);
+          params, item, own_tile(part), own_row, own_row + kTokens, ptx::lane_id(), token - own_row);
       ptx::fence_async_proxy();  // before TMA writes it again
       __syncwarp();
     }

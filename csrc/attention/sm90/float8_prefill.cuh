@@ -132,7 +132,7 @@ struct Float8Prefill {
     // Start S(0) = Q K(0)^T. Meanwhile, set up the rows' state.
     wait_for_tiles(ring.kv);
     ptx::wgmma_fence();
-    multiply_keys(s, query(q_stage), keys(ring.kv.stage));
+    multiply_keys(s, query(q_stage), keys(ring.kv.index));
     State state;
     state.scale = scores.scale(item);
     LaneRows<Variant, 1> rows(params, item.rows, item.group, item.kv_head, first_row);
@@ -143,7 +143,7 @@ struct Float8Prefill {
     for (int left = item.num_kv_tiles;;
          token = Switches::kSkipsTiles ? Walk::enter(Walk::next(params, item, token, left), rows) : token + kTokens) {
       // Transpose V(i), while S(i) is under way.
-      transpose(item, ring.kv.ahead(Shared::kParts).stage, token, readable);
+      transpose(item, ring.kv.ahead(Shared::kParts).index, token, readable);
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operand(s[0]);
       free_tiles(ring.kv);
@@ -170,7 +170,7 @@ struct Float8Prefill {
       ++num_multiplied;
       const bool is_last = --left == 0;
       const bool are_full = !is_last && are_tiles_full(ring.kv);
-      const ptx::MatrixDescriptor q = query(q_stage), k = keys(ring.kv.stage);
+      const ptx::MatrixDescriptor q = query(q_stage), k = keys(ring.kv.index);
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operand(partial);
       add(state, correction, partial);
@@ -227,18 +227,18 @@ struct Float8Prefill {
   __device__ __forceinline__ ptx::MatrixDescriptor query(int stage) const {
     return Query::columns_descriptor(ptx::shared_address(shared.q(stage)) + warpgroup() * 64 * Query::kRowBytes);
   }
-  __device__ __forceinline__ ptx::MatrixDescriptor keys(int stage) const {
-    return Keys::columns_descriptor(ptx::shared_address(shared.kv(stage)));
+  __device__ __forceinline__ ptx::MatrixDescriptor keys(int part) const {
+    return Keys::columns_descriptor(ptx::shared_address(shared.kv(part)));
   }
 
   /// The V tile that is multiplied next.
   __device__ __forceinline__ char* transposed() const { return shared.dequantized(num_multiplied & 1); }
 
-  /// Transposes this warp's tokens of the V tile in `stage`: its warpgroup's columns, or all if it computes the item
+  /// Transposes this warp's tokens of the V tile at `part`: its warpgroup's columns, or all if it computes the item
   /// alone. What must not be read becomes zeros: a NaN would reach the output.
-  __device__ __forceinline__ void transpose(const WorkItem& item, int stage, int32_t first_token,
+  __device__ __forceinline__ void transpose(const WorkItem& item, int part, int32_t first_token,
                                             const TokenRange& readable) const {
-    char* const values = shared.kv(stage);
+    char* const values = shared.kv(part);
     clear_unreadable<Values, kTokens>(values, first_token, readable);
     // All warps have multiplied the tile before the last one: they do so before they arrive for the last one, and all
     // have arrived.
@@ -260,7 +260,7 @@ struct Float8Prefill {
     __syncwarp();
     if (ptx::lane_id() != 0) return;
 #pragma unroll
-    for (int part = 0; part < 2 * Shared::kParts; ++part) ptx::mbarrier_arrive(shared.kv_free(place.stage + part));
+    for (int part = 0; part < 2 * Shared::kParts; ++part) ptx::mbarrier_arrive(shared.kv_free(place.index + part));
   }
   __device__ __forceinline__ void next_tiles() { ring.kv = ring.kv.ahead(2 * Shared::kParts); }
 

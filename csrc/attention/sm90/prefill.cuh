@@ -73,7 +73,7 @@ struct Prefill {
     // Start S(0) = Q K(0)^T.
     tiles.prepare_first(item, ring.shared.q(q_stage));
     ptx::wgmma_fence();
-    multiply_keys(s, query(q_stage), ring.kv.stage);
+    multiply_keys(s, query(q_stage), ring.kv.index);
 
     // Meanwhile, set up the rows' state.
     State state;
@@ -119,9 +119,9 @@ struct Prefill {
           if (raised) state.scale_output(0, correction);
         } else if (__any_sync(0xffffffffu, has_outgrown(added, 0) || has_outgrown(added, 1))) {
           if constexpr (Switches::kWaitsForProducts)
-            recompute(state, item, p, added, q_rows(q_stage), ring.kv.stage, token, constants, rows);
+            recompute(state, item, p, added, q_rows(q_stage), ring.kv.index, token, constants, rows);
           else
-            recompute(state, item, s, added, q_rows(q_stage), ring.kv.stage, token, constants, rows);
+            recompute(state, item, s, added, q_rows(q_stage), ring.kv.index, token, constants, rows);
         }
       }
       state.sum[0][0] += added[0];
@@ -142,12 +142,12 @@ struct Prefill {
       tiles.prepare(item, values, token, true, left, readable);
       ptx::wgmma_fence();
       if constexpr (Switches::kWaitsForProducts) {
-        multiply_values(state, p, values.stage);
+        multiply_values(state, p, values.index);
         finish_values(state, values);
         ptx::wgmma_fence();
       }
-      multiply_keys(s, query(q_stage), ring.kv.stage);
-      if constexpr (!Switches::kWaitsForProducts) multiply_values(state, p, values.stage);
+      multiply_keys(s, query(q_stage), ring.kv.index);
+      if constexpr (!Switches::kWaitsForProducts) multiply_values(state, p, values.index);
       if constexpr (Switches::kSkipsTiles)
         next_token = Walk::enter(Walk::next(params, item, token, left), rows);  // early: it may have to be loaded
       tiles.prepare_early(item, Switches::kSkipsTiles ? next_token : token + Walk::kStep, left - 1);
@@ -158,7 +158,7 @@ struct Prefill {
     // The last P V
     tiles.prepare(item, values, token, false, 0, readable);
     ptx::wgmma_fence();
-    multiply_values(state, p, values.stage);
+    multiply_values(state, p, values.index);
     finish_values(state, values);
 
     // Epilogue: all of the warpgroup's products with Q are done, so the rows of O go through the Q tile.
@@ -173,8 +173,8 @@ struct Prefill {
 
   /// Starts s = Q K^T.
   __device__ __forceinline__ void multiply_keys(float (&s)[1][kTokens / 8][4], ptx::MatrixDescriptor q,
-                                                int stage) const {
-    const ptx::MatrixDescriptor keys = Keys::columns_descriptor(ptx::shared_address(tiles.keys(stage)));
+                                                int part) const {
+    const ptx::MatrixDescriptor keys = Keys::columns_descriptor(ptx::shared_address(tiles.keys(part)));
 #pragma unroll
     for (int k = 0; k < kQkColumns / 16; ++k)
       ptx::wgmma_shared<Element::kMmaType>(s[0], Query::columns(q, k), Keys::columns(keys, k), k > 0);
@@ -182,8 +182,8 @@ struct Prefill {
   }
 
   /// Starts o += P V.
-  __device__ __forceinline__ void multiply_values(State& state, const uint32_t (&p)[kTokens / 16][4], int stage) const {
-    const ptx::MatrixDescriptor values = Values::rows_descriptor(ptx::shared_address(tiles.values(stage)));
+  __device__ __forceinline__ void multiply_values(State& state, const uint32_t (&p)[kTokens / 16][4], int part) const {
+    const ptx::MatrixDescriptor values = Values::rows_descriptor(ptx::shared_address(tiles.values(part)));
 #pragma unroll
     for (int k = 0; k < kTokens / 16; ++k)
       ptx::wgmma_registers<Element::kMmaType>(state.o[0], p[k], Values::rows(values, k), 1);
@@ -274,7 +274,7 @@ struct Prefill {
   ///     mma.sync: Q K(i), K(i) is still in the ring --> new maximum --> output, sum rescaled --> exp2(score - maximum)
   template <class Probabilities>
   __device__ __forceinline__ void recompute(State& state, const WorkItem& item, Probabilities& probabilities,
-                                            float (&added)[2], uint32_t q, int stage, int32_t first_token,
+                                            float (&added)[2], uint32_t q, int part, int32_t first_token,
                                             const typename PromptScores::Constants& constants, const Rows& rows) const {
     constexpr int kStep = 16;  // tokens at a time
     const int first_row = consumer_warp() * kWarpRows;
@@ -308,7 +308,7 @@ struct Prefill {
       float step[1][kStep / 8][4];
       State::set_to_zero(step);
       const uint32_t keys =
-          ptx::shared_address(tiles.keys(stage)) + token * Keys::kRowBytes + Keys::columns_first(ptx::lane_id());
+          ptx::shared_address(tiles.keys(part)) + token * Keys::kRowBytes + Keys::columns_first(ptx::lane_id());
 #pragma unroll
       for (int d = 0; d < kQkColumns / 16; ++d) {
         uint32_t a[4], b[4];

@@ -132,11 +132,11 @@ struct PreparedTiles {
   KvRing<Traits>& ring;
   uint32_t transformed_parity = 0;
 
-  __device__ __forceinline__ char* keys(int stage) const {
-    return kDequantizes ? ring.shared.dequantized(0) : ring.shared.kv(stage);
+  __device__ __forceinline__ char* keys(int part) const {
+    return kDequantizes ? ring.shared.dequantized(0) : ring.shared.kv(part);
   }
-  __device__ __forceinline__ char* values(int stage) const {
-    return kDequantizes ? ring.shared.dequantized(1) : ring.shared.kv(stage);
+  __device__ __forceinline__ char* values(int part) const {
+    return kDequantizes ? ring.shared.dequantized(1) : ring.shared.kv(part);
   }
 
   /// Prepares the first product of an item: its Q tile, and its first K tile, at ring.kv.
@@ -174,7 +174,7 @@ struct PreparedTiles {
       if constexpr (!Traits::kTransformsEarly) transform(item, values, ring.kv, token, has_keys, left);
       wait_transformed(item);
     }
-    clear_unreadable<Values, kTokens>(ring.shared.kv(values.stage), token, readable);
+    clear_unreadable<Values, kTokens>(ring.shared.kv(values.index), token, readable);
   }
 
   /// Takes part in an item that only other warpgroups multiply: a KV tile is free when all have freed it, and
@@ -218,10 +218,10 @@ struct PreparedTiles {
       const TokenRange readable{item.readable.begin - token, item.readable.end - token};
       const int first_row = warpgroup() * (kTokens / 2);  // of this warpgroup's half
       if (has_values)
-        dequantize_rows<VTile<Traits>, Values, kTokens / 2>(shared.kv(values.stage), shared.dequantized(1), first_row,
+        dequantize_rows<VTile<Traits>, Values, kTokens / 2>(shared.kv(values.index), shared.dequantized(1), first_row,
                                                             readable);
       if (has_keys)
-        dequantize_rows<KTile<Traits>, Keys, kTokens / 2>(shared.kv(keys.stage), shared.dequantized(0), first_row,
+        dequantize_rows<KTile<Traits>, Keys, kTokens / 2>(shared.kv(keys.index), shared.dequantized(0), first_row,
                                                           TokenRange{0, kTokens});
       if constexpr (Traits::kDequantizesInTiles) {
         sync_warpgroup();
@@ -257,7 +257,7 @@ struct PreparedTiles {
   __device__ __forceinline__ void transform_in_ring(const WorkItem& item, const Place& place, int32_t token) const {
     if constexpr (Transform::kExists) {
       ring.wait_for_tile(place);
-      transform_share<Transform, Tile>(item, ring.shared.kv(place.stage), token, item.kind >= kTwoWarpgroupKind);
+      transform_share<Transform, Tile>(item, ring.shared.kv(place.index), token, item.kind >= kTwoWarpgroupKind);
       ptx::fence_async_proxy();
     }
   }

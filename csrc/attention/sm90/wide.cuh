@@ -75,7 +75,7 @@ struct Wide {
   }
   __device__ __forceinline__ Place values() const { return v_is_k() ? ring.kv : ring.kv.ahead(2); }
   __device__ __forceinline__ Place next_keys() const { return ring.kv.ahead(v_is_k() ? 2 : 4); }
-  __device__ __forceinline__ static Place right_of(const Place& place) { return Place{place.stage + 1, place.parity}; }
+  __device__ __forceinline__ static Place right_of(const Place& place) { return Place{place.index + 1, place.parity}; }
 
   // Floats of each row, for the multipliers.
   __device__ __forceinline__ float* maxima() const { return shared.row_states(); }
@@ -124,7 +124,7 @@ struct Wide {
       if (!Switches::kProducerDequantizes && (token < item.readable.begin || token + kTokens > item.readable.end)) {
         wait_unread();  // then V of the KV tile before has come, and the barriers are in the phase of this one's
         ring.wait_for_tile(values());
-        clear_unreadable<Values, kTokens>(shared.kv(values().stage), token, item.readable);
+        clear_unreadable<Values, kTokens>(shared.kv(values().index), token, item.readable);
       }
       publish_probabilities(s, correction);
     }
@@ -135,7 +135,7 @@ struct Wide {
   __device__ __forceinline__ void multiply_keys_as_they_come(float (&s)[1][kTokens / 8][4]) const {
     constexpr int kLeftSteps = kColumns / 16, kSteps = Traits::Shape::kQkMultiplied / 16;
     const ptx::MatrixDescriptor query = Query::columns_descriptor(ptx::shared_address(shared.q(0)));
-    const ptx::MatrixDescriptor keys = Keys::columns_descriptor(ptx::shared_address(shared.kv(ring.kv.stage)));
+    const ptx::MatrixDescriptor keys = Keys::columns_descriptor(ptx::shared_address(shared.kv(ring.kv.index)));
     shared.wait_kv_full(right_of(ring.kv));
     ptx::wgmma_fence();
 #pragma unroll
@@ -243,7 +243,7 @@ struct Wide {
     const ptx::MatrixDescriptor probabilities =
         Probabilities::columns_descriptor(ptx::shared_address(shared.probabilities()));
     const ptx::MatrixDescriptor columns = Values::rows_descriptor(
-        ptx::shared_address(shared.kv(values().stage)) + half() * (kColumns / kBlockColumns) * Values::kBlockBytes);
+        ptx::shared_address(shared.kv(values().index)) + half() * (kColumns / kBlockColumns) * Values::kBlockBytes);
 #pragma unroll
     for (int k = 0; k < kTokens / 16; ++k) {
 #pragma unroll

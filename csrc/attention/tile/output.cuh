@@ -31,14 +31,14 @@ __device__ __forceinline__ void stage_rows(const WarpState<Multiplied, kColumns,
         const float4 outputs = state.four_outputs(b, n, half, inverse[half]);
         float values[4] = {outputs.x, outputs.y, outputs.z, outputs.w};
         target.transform(values, row, n * 8 + lane % 4 * 4);
-        char* const to = staged + (Target::kIsOf8Bits ? Tile::offset(row, n / 2) + lane % 4 * 4
-                                                      : Tile::offset(row, n + lane % 4 / 2) + lane % 2 * 8);
+        char* const to = staged + (Target::kWritesFloat8 ? Tile::offset(row, n / 2) + lane % 4 * 4
+                                                         : Tile::offset(row, n + lane % 4 / 2) + lane % 2 * 8);
         store_four<Element>(to, values);
       }
     }
     return;
   }
-  if constexpr (Target::kIsOf8Bits) {
+  if constexpr (Target::kWritesFloat8) {
     const int lane = ptx::lane_id();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -43,7 +43,7 @@ template <class Element_, bool kManyLevels, class Variant = StandardVariant>
 struct OutputTarget {
   using Element = Element_;
   static constexpr bool kHasScales = Variant::kHasScales && !VariantHooks<Variant>::kValue;
-  static constexpr bool kIsOf8Bits = Element::kBytes == 1;
+  static constexpr bool kWritesFloat8 = Element::kBytes == 1;
   const AttentionParams& params;
   const RowTileRows<kManyLevels>& rows;
   int32_t group;
@@ -62,7 +62,7 @@ struct OutputTarget {
     bool keeps_states = false;
     if constexpr (kManyLevels) keeps_states = rows.state_begin >= 0;
     complete = !keeps_states && !starts_inside && !ends_inside;
-    if constexpr (kIsOf8Bits) out_factor = params.out_factor();
+    if constexpr (kWritesFloat8) out_factor = params.out_factor();
     to_states = keeps_states && !starts_inside;
     partial_row = static_cast<int64_t>(partial_slot(blockIdx.x, starts_inside ? kStartsInside : kEndsInside)) *
                   params.max_tile_rows;
@@ -108,7 +108,7 @@ struct OutputTarget {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) values[i] = variant.output(values[i], row, column + i);
     }
-    if constexpr (kIsOf8Bits) {
+    if constexpr (kWritesFloat8) {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) values[i] *= out_factor;
     }
