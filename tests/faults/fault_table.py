@@ -395,7 +395,7 @@ FAULTS = (
         "csrc/attention/sm90/attention.cuh",
         "return item.rows.count > tile_rows(kTwoWarpgroupKind);",
         "return item.rows.count > tile_rows(kTwoWarpgroupKind) + 1;",
-        (ATTENTION, "-k", "every_kind and hopper"),
+        (ATTENTION, "-k", "many_heads"),
     ),
     Fault(
         "Hopper kernel: a warpgroup without rows does not arrive for a transformed KV tile",
