@@ -50,6 +50,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from attn_backend.settings import Settings
 
+from .rules import OWN_NAME
+
 T = TypeVar("T")
 
 # Cache dtypes by vLLM's names. When vLLM makes a layer, "auto" is the model's dtype: vLLM has resolved what a
@@ -264,9 +266,6 @@ def is_chosen(vllm_config: VllmConfig | None = None) -> bool:
     """
     config = vllm_config or get_current_vllm_config_or_none()
     return any(is_our_name(name) for name in chosen_names(config))
-
-
-OWN_NAME = "ATTN_BACKEND"  # releases up to 0.31 only have CUSTOM
 
 
 def is_our_name(name: AttentionBackendEnum) -> bool:

@@ -34,8 +34,8 @@ from attn_backend.metadata.views import BSRView
 
 from . import compat, sampler
 from .compat import FLOAT8_CACHES, PLAIN_CACHES, outside_memory_pools
+from .rules import LATENT_CACHES, LATENT_HEAD_SIZES, OTHER_CACHE
 from .support import (
-    OTHER_CACHE,
     logger,
     refuse,
     tell_of_cascade,
@@ -355,7 +355,7 @@ class MlaImpl(MLACommonImpl[MLACommonMetadata]):
     can_return_lse_for_decode: bool = True
     supports_dcp: bool = True
     supports_pcp: bool = False
-    kv_cache_dtypes: ClassVar[tuple[str, ...]] = ("auto", "float16", "bfloat16", "float32", *FLOAT8_LATENTS)
+    kv_cache_dtypes: ClassVar[tuple[str, ...]] = LATENT_CACHES
 
     def __init__(
         self,
@@ -511,7 +511,7 @@ class MlaBackend(MLACommonBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return [576]
+        return LATENT_HEAD_SIZES
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
