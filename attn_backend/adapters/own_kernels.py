@@ -20,7 +20,8 @@ class Choice(NamedTuple):
     """
     Attributes:
         architectures: names in a checkpoint's configuration.
-        where: the lines that choose the kernels, in the newest release (attn_backend/releases.py).
+        where: the lines that choose the kernels, in the newest release (attn_backend/releases.py). None: a
+            rule of the adapter refuses the model.
         layers: the layers that do not run on this backend.
         refuses: the engine itself refuses other backends than these.
         shown: how the table of the documentation describes it.
@@ -58,6 +59,10 @@ def _all(model: Checkpoint) -> tuple[Layer, ...]:
     return model.layers
 
 
+def _none(model: Checkpoint) -> tuple[Layer, ...]:
+    return ()
+
+
 def _all_with(field: str) -> Callable[[Checkpoint], tuple[Layer, ...]]:
     """All layers of checkpoints that set this field."""
     return lambda model: model.layers if model.get(field) else ()
@@ -78,7 +83,8 @@ def _sparse_of_minimax(model: Checkpoint) -> tuple[Layer, ...]:
 
 
 _PARTLY = "dense layers are ours, sparse layers are not"
-_V4 = ("DeepseekV4ForCausalLM", "DeepseekV41ForCausalLM")
+_V4 = ("DeepseekV4ForCausalLM",)
+_V41 = ("DeepseekV41ForCausalLM",)
 _STEP = ("Step5ForCausalLM", "Step5ForConditionalGeneration")
 _HY = ("HYV4ForCausalLM",)
 _PANGU = ("PanguEmbeddedForCausalLM", "PanguProMoEV2ForCausalLM", "PanguUltraMoEForCausalLM")
@@ -90,18 +96,21 @@ _MINIMAX = ("MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGenerati
 
 OWN_KERNELS = (
     OwnKernels(
-        "DeepSeek V4, V4.1",
+        "DeepSeek V4, and V4.1 as `DeepseekV4ForCausalLM`",
         Choice(
-            (*_V4, "DeepseekV4ForConditionalGeneration"),
-            ("models/deepseek_v4/nvidia/model.py:526", "models/deepseek_v41/nvidia/model.py:202"),
-            _all,
+            (*_V4, "DeepseekV4ForConditionalGeneration"), ("models/deepseek_v4/nvidia/model.py:526",), _all
         ),
         Choice(
             _V4,
             ("arg_groups/model_overrides/deepseek_v4.py:24",),
             _all,
-            shown="refused: `dsv4` replaces the choice",
+            shown="refused, since `dsv4` replaces the choice",
         ),
+    ),
+    OwnKernels(
+        "DeepSeek V4.1 as `DeepseekV41ForCausalLM`",
+        Choice(_V41, ("models/deepseek_v41/nvidia/model.py:202",), _all),
+        Missing(_V41),
     ),
     OwnKernels(
         "Qwen4-Exp",
@@ -121,7 +130,7 @@ OWN_KERNELS = (
     OwnKernels(
         "HY V4 with sinks",
         Choice(_HY, ("models/hy_v4/nvidia/attention.py:523",), _all_with("learnable_sink")),
-        Missing(_HY),
+        Choice(_HY, (), _none, shown="refused: no kernel of ours has sinks over selected tokens"),
     ),
     OwnKernels(
         "openPangu with sinks",
@@ -224,4 +233,4 @@ def _cell(choice: Choice | Missing | None) -> str:
     if isinstance(choice, Missing):
         return "has no such model"
     files = ", ".join(f"`{where}`" for where in choice.where)
-    return f"{choice.shown}: {files}" if ":" not in choice.shown else f"{choice.shown}, {files}"
+    return f"{choice.shown}: {files}" if files else choice.shown

@@ -113,7 +113,7 @@ def unsupported_spans(model_class: str, chunked_prefill_size: int, has_window_po
     """Why images whose tokens see each other cannot be served, or None.
 
     Args:
-        has_window_pool: layers with a sliding window have a KV pool of their own.
+        has_window_pool: layers with a sliding window have a separate KV pool.
     """
     # --enable-multimodal is most models' default
     text_only = """pass --json-model-override-args '{"language_model_only": true}' (from 0.5.18 on)"""

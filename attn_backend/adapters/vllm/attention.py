@@ -13,9 +13,17 @@ from attn_backend.kernels.append import append_kv
 from attn_backend.metadata.kv_cache import KVCache
 
 from . import compat
-from .compat import FLOAT8_CACHES, outside_memory_pools
+from .compat import outside_memory_pools
 from .metadata import AttnMetadata, window_left
-from .rules import ATTN_TYPES, CACHES, HEAD_SIZES, OTHER_BACKEND, unsupported_argument, unsupported_layer
+from .rules import (
+    ATTN_TYPES,
+    CACHES,
+    FLOAT8_CACHES,
+    HEAD_SIZES,
+    OTHER_BACKEND,
+    unsupported_argument,
+    unsupported_layer,
+)
 from .support import refuse
 
 

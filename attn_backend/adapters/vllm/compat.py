@@ -54,11 +54,6 @@ from .rules import OWN_NAME
 
 T = TypeVar("T")
 
-# Cache dtypes by vLLM's names. When vLLM makes a layer, "auto" is the model's dtype: vLLM has resolved what a
-# checkpoint declares.
-PLAIN_CACHES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-FLOAT8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-
 # Permutations from [blocks, kv_heads, page, K and V] to memory, without and with a dimension of layers in
 # front.
 STRIDE_ORDERS: dict[tuple[str, bool], tuple[int, ...]] = {

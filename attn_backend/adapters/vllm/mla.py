@@ -33,8 +33,8 @@ from attn_backend.metadata.page_table import PageTable
 from attn_backend.metadata.views import BSRView
 
 from . import compat, sampler
-from .compat import FLOAT8_CACHES, PLAIN_CACHES, outside_memory_pools
-from .rules import LATENT_CACHES, LATENT_HEAD_SIZES, OTHER_CACHE
+from .compat import outside_memory_pools
+from .rules import FLOAT8_LATENTS, LATENT_CACHES, LATENT_HEAD_SIZES, OTHER_CACHE, PLAIN_CACHES
 from .support import (
     logger,
     refuse,
@@ -45,9 +45,6 @@ from .support import (
     with_ways_out,
     workspace_maxima,
 )
-
-# A row is 576 numbers, with the scale of the layer.
-FLOAT8_LATENTS = tuple(name for name, dtype in FLOAT8_CACHES.items() if dtype == torch.float8_e4m3fn)
 
 
 class LatentCache:

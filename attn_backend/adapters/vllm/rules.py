@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
 from attn_backend.adapters import own_kernels
 from attn_backend.adapters.checkpoint import DECODER, ENCODER_DECODER, ENCODER_ONLY, Checkpoint
 from attn_backend.adapters.verdict import Refusal, Verdict, refused
@@ -22,9 +24,14 @@ ATTN_TYPES = (DECODER, ENCODER_ONLY, ENCODER_DECODER)
 HEAD_SIZES = [dim for dim in range(8, 1024, 8) if HeadDims.of(dim).runs_on_cuda]
 LATENT_HEAD_SIZES = [MLA_HEAD_DIMS.qk]
 
-# vLLM's names of cache dtypes
-LATENT_CACHES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3")
-CACHES = (*LATENT_CACHES, "fp8_e5m2")
+# Cache dtypes by vLLM's names. When vLLM makes a layer, "auto" is the model's dtype: vLLM has resolved what a
+# checkpoint declares.
+PLAIN_CACHES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+FLOAT8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+# a row is 576 numbers, with the scale of the layer
+FLOAT8_LATENTS = tuple(name for name, dtype in FLOAT8_CACHES.items() if dtype == torch.float8_e4m3fn)
+CACHES = ("auto", *PLAIN_CACHES, *FLOAT8_CACHES)
+LATENT_CACHES = ("auto", *PLAIN_CACHES, *FLOAT8_LATENTS)
 # rows of 656 bytes, with scales for each block of columns; only behind an indexer
 SCALED_LATENTS = "fp8_ds_mla"
 
