@@ -42,6 +42,7 @@ help:
 	@echo "make lint                       ruff, mypy, clang-format, clang-tidy; make format: ruff and clang-format put their layout into the files"
 	@echo "make unit, make integration     the two halves of the tests: without a running engine, and with one"
 	@echo "make fuzz                       random calls of the API, valid and not; SECONDS=30 of them, SEED=N for others"
+	@echo "make releases                   compare the adapters with new releases of the engines, from PyPI: a report in results/releases.md; exit status 1 if something that concerns us changed"
 	@echo "make docs                       the documentation site, in .build/site; fails on a broken link"
 	@echo "make wheel                      the wheel (manylinux_2_28, all cubins), the source distribution and the wheel of flashinfer_alias/, in dist/; needs nvcc"
 	@echo "make clean                      remove build outputs and results; make distclean: the environments too"
@@ -115,6 +116,13 @@ fuzz: environment
 .PHONY: integration
 integration: environment
 	@REQUIRE_ENGINES=1 $(PYTEST) -n $(JOBS) --dist loadfile --durations 10 --timeout-method=signal -m integration tests/integration
+
+# In the small environment: the releases' sources are read, no engine is installed.
+.PHONY: releases
+releases: TEST_VENV = $(CHECK_VENV)
+releases: TEST_KIND = check
+releases: environment
+	@$(TEST_PYTHON) -m integration.new_releases --report results/releases.md
 
 NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 define warn_without_nvcc

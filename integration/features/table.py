@@ -251,9 +251,14 @@ FEATURES += (
         Cell((f"{SGLANG_SERVED}::test_a_model_that_replaces_the_backend_is_refused",), "refused at start"),
     ),
     Feature(
-        "Step 5, HY V4: own kernels",
+        "Step 5: own kernels",
         Cell((f"{VLLM_SERVED}::test_a_model_with_its_own_kernels_is_refused",), "refused at start"),
         Cell(says="has no such model"),
+    ),
+    Feature(
+        "HY V4 with sinks: own kernels",
+        Cell((f"{VLLM_SERVED}::test_a_model_with_its_own_kernels_is_refused",), "refused at start"),
+        Cell(says="refused at start: sinks over selected tokens"),
     ),
     Feature(
         "Inkling: own kernels",

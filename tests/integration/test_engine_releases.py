@@ -29,14 +29,21 @@ from engine_interface import (
 )
 from engine_modules import Parameters, Release, parameters_of
 
-from attn_backend.releases import RELEASES, was_checked
-from integration.engine_sources import CannotFetch, sources
+from attn_backend.releases import (
+    RELEASES,
+    SGLANG_ON_CPU_SINCE,
+    VLLM_OWN_NAME_SINCE,
+    is_before,
+    was_checked,
+)
+from integration.engine_sources import CannotFetch, releases_to_check, sources
 
 pytestmark = pytest.mark.slow  # the first run fetches 600 MB
 ADAPTERS = Path(__file__).resolve().parents[2] / "attn_backend" / "adapters"
+CHECKED = releases_to_check()
 ALL = [
     pytest.param(engine, version, id=f"{engine}-{version}")
-    for engine, versions in RELEASES.items()
+    for engine, versions in CHECKED.items()
     for version in versions
 ]
 
@@ -197,7 +204,7 @@ def test_overrides_take_what_the_engine_gives(engine: str, version: str, release
     assert not wrong
 
 
-@pytest.mark.parametrize("version", RELEASES["vllm"])
+@pytest.mark.parametrize("version", CHECKED["vllm"])
 def test_layers_of_vllm_make_implementations_as_ours_expects(version: str) -> None:
     release = read("vllm", version)
     layer = release.module("vllm.model_executor.layers.attention.attention")
@@ -217,7 +224,7 @@ def test_layers_of_vllm_make_implementations_as_ours_expects(version: str) -> No
     assert parameters_of(ours).has_kwargs
 
 
-@pytest.mark.parametrize("version", RELEASES["vllm"])
+@pytest.mark.parametrize("version", CHECKED["vllm"])
 def test_mla_names_what_ours_reads(version: str) -> None:
     """Arguments that are read by name, and the two forms of chunks of a cached prefix."""
     release = read("vllm", version)
@@ -252,7 +259,7 @@ def test_mla_names_what_ours_reads(version: str) -> None:
         assert "chunks" not in fields["ChunkedContextMetadata"]
 
 
-@pytest.mark.parametrize("version", RELEASES["vllm"])
+@pytest.mark.parametrize("version", CHECKED["vllm"])
 def test_metadata_of_sparse_mla_has_the_fields_that_are_filled(version: str) -> None:
     """vLLM's builder makes ours with field names, which differ in other releases. The indexer's result must
     be in the place that ours reads.
@@ -287,7 +294,7 @@ def test_metadata_of_sparse_mla_has_the_fields_that_are_filled(version: str) -> 
     assert "fp8_ds_mla" in ast.literal_eval(names.value.slice)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("version", RELEASES["vllm"])
+@pytest.mark.parametrize("version", CHECKED["vllm"])
 def test_vllm_shares_kv_over_ranks_as_ours_expects(version: str) -> None:
     """Its own backend calls the group and both merges as ours does. With shared MLA latents, requests with
     several new tokens are prefills.
@@ -319,7 +326,7 @@ def test_vllm_shares_kv_over_ranks_as_ours_expects(version: str) -> None:
     )
 
 
-@pytest.mark.parametrize("version", RELEASES["vllm"])
+@pytest.mark.parametrize("version", CHECKED["vllm"])
 def test_functions_that_the_sampler_replaces_have_known_arguments(version: str) -> None:
     """The sampler uses the same lists to decide whether it may replace these functions."""
     release = read("vllm", version)
@@ -342,7 +349,7 @@ def test_functions_that_the_sampler_replaces_have_known_arguments(version: str) 
         assert " ".join(names) in lists, f"{module}:{name}({' '.join(names)})"
 
 
-@pytest.mark.parametrize("version", RELEASES["vllm"])
+@pytest.mark.parametrize("version", CHECKED["vllm"])
 def test_the_builder_of_chunks_is_known_by_its_name(version: str) -> None:
     release = read("vllm", version)
     module = release.module("vllm.model_executor.layers.attention.chunked_local_attention")
@@ -359,7 +366,7 @@ def test_the_builder_of_chunks_is_known_by_its_name(version: str) -> None:
     }
 
 
-@pytest.mark.parametrize("version", RELEASES["vllm"])
+@pytest.mark.parametrize("version", CHECKED["vllm"])
 def test_layers_of_vllm_bring_scales_to_8_bit_caches(version: str) -> None:
     """They are buffers, which do not move; also checks the names of such caches."""
     release = read("vllm", version)
@@ -381,7 +388,7 @@ def test_layers_of_vllm_bring_scales_to_8_bit_caches(version: str) -> None:
     assert all(f"'{name}': torch.{name}" in ast.unparse(dtypes) for name in ("float16", "bfloat16"))
 
 
-@pytest.mark.parametrize("version", RELEASES["sglang"])
+@pytest.mark.parametrize("version", CHECKED["sglang"])
 def test_pools_of_sglang_take_8_bits_as_they_are(version: str) -> None:
     """K and V in the pool's dtype are not divided again, and are stored as uint8."""
     release = read("sglang", version)
@@ -405,7 +412,7 @@ def test_pools_of_sglang_take_8_bits_as_they_are(version: str) -> None:
     )
 
 
-@pytest.mark.parametrize("version", RELEASES["sglang"])
+@pytest.mark.parametrize("version", CHECKED["sglang"])
 def test_sparse_attention_of_sglang_is_one_method(version: str) -> None:
     """All uses of the selected tokens in flashmla_sparse, with the same number of slots for each row in every
     layer. Models also look for a name on the backend.
@@ -434,7 +441,7 @@ def test_sparse_attention_of_sglang_is_one_method(version: str) -> None:
     assert "attn_backend.decode_attention_backend_str = resolved.decode" in ast.unparse(stamped)
 
 
-@pytest.mark.parametrize("version", RELEASES["sglang"])
+@pytest.mark.parametrize("version", CHECKED["sglang"])
 def test_settings_have_the_names_that_are_asked_for(version: str) -> None:
     """A name that a release lacks would silently read as its default."""
     release = read("sglang", version)
@@ -452,7 +459,7 @@ def test_settings_have_the_names_that_are_asked_for(version: str) -> None:
         assert field in release.fields, path
 
 
-@pytest.mark.parametrize("version", RELEASES["sglang"])
+@pytest.mark.parametrize("version", CHECKED["sglang"])
 def test_checks_of_names_are_where_the_hooks_look(version: str) -> None:
     release = read("sglang", version)
     from attn_backend.adapters.sglang import plugin
@@ -496,12 +503,11 @@ def test_what_some_releases_lack_is_in_others(engine: str) -> None:
 
 
 def test_models_with_masks_over_images_are_in_the_table() -> None:
-    named = set(
-        re.findall(r'"(\w+ForConditionalGeneration)"', (ADAPTERS / "sglang" / "support.py").read_text())
-    )
+    from attn_backend.adapters.sglang import rules
+
     assert {
         path.partition(":")[2] for path, names in MEMBERS["sglang"].items() if names == "prepare_attn_masks"
-    } == named
+    } == set(rules.MASKS_OVER_IMAGES)
 
 
 def test_reasons_are_about_names_that_are_used() -> None:
@@ -538,6 +544,30 @@ def test_members_are_named_in_the_adapters() -> None:
         if not re.search(rf"\b{name}\b", text)
     }
     assert not unread
+
+
+@pytest.mark.parametrize("version", CHECKED["vllm"])
+def test_releases_that_let_plugins_add_names(version: str) -> None:
+    release = read("vllm", version)
+    registry = "vllm.v1.attention.backends.registry"
+    names = release.find(registry, "AttentionBackendEnum")
+    assert isinstance(names, ast.ClassDef)
+    adds_names = release.member(registry, names, "register") is not None
+    assert adds_names != is_before(version, VLLM_OWN_NAME_SINCE)
+
+
+@pytest.mark.parametrize("version", CHECKED["sglang"])
+def test_releases_that_start_no_triton_on_a_cpu(version: str) -> None:
+    starts = read("sglang", version).find("sglang.srt.utils.common", "support_triton")
+    assert isinstance(starts, ast.FunctionDef)
+    assert ("current_platform" in ast.unparse(starts)) != is_before(version, SGLANG_ON_CPU_SINCE)
+
+
+def test_releases_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ATTN_CHECK_RELEASES", raising=False)
+    assert releases_to_check() == RELEASES
+    monkeypatch.setenv("ATTN_CHECK_RELEASES", "vllm==0.34.0 vllm==0.34.1")
+    assert releases_to_check() == {"vllm": ("0.34.0", "0.34.1"), "sglang": ()}
 
 
 def test_builds_for_other_devices_are_of_a_release() -> None:

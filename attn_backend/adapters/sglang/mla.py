@@ -17,10 +17,9 @@ from torch import Tensor, device
 from torch.nn import Module
 
 from attn_backend import KVCache, append_mla_kv
-from attn_backend.jit.manifest import HeadDims
 from attn_backend.metadata.kv_cache import SCALED_LATENT_BYTES
 
-from . import compat
+from . import compat, rules
 from .compat import NAME
 
 
@@ -44,10 +43,14 @@ def unsupported_sparse(runner: Any) -> str | None:
         compat.setting("exec.kernel.decode_attention_backend", None),
     } - {None, NAME}
     what = "sparse attention over latents"
-    if device(runner.device).type != "cuda":
-        return f"{what} on a CPU (SGLang's indexer has only GPU kernels)"
-    if not isinstance(pool, MLATokenToKVPool) or (pool.kv_lora_rank, pool.qk_rope_head_dim) != (512, 64):
-        return f"{what} of other widths than 512 + 64"
+    unsupported_device = rules.unsupported_sparse_device(device(runner.device).type)
+    if unsupported_device is not None:
+        return unsupported_device
+    is_known = isinstance(pool, MLATokenToKVPool)
+    widths = (pool.kv_lora_rank, pool.qk_rope_head_dim) if is_known else (0, 0)
+    unsupported_widths = rules.unsupported_sparse_latents(*widths)
+    if unsupported_widths is not None:
+        return unsupported_widths
     if (
         pool.kv_cache_dim != (SCALED_LATENT_BYTES if pool.dsa_kv_cache_store_fp8 else 576)
         or (pool.dtype.itemsize == 1) != pool.dsa_kv_cache_store_fp8
@@ -58,8 +61,11 @@ def unsupported_sparse(runner: Any) -> str | None:
         )
     if runner.dtype != torch.bfloat16:
         return f"{what} for a model of {runner.dtype} (pass --dtype bfloat16)"
-    if getattr(config, "index_kpool", 1) > 1 or getattr(config, "learnable_sink", False):
-        return f"{what} with pooled index keys or attention sinks"
+    unsupported_config = rules.unsupported_sparse_config(
+        getattr(config, "index_kpool", 1), getattr(config, "learnable_sink", False)
+    )
+    if unsupported_config is not None:
+        return unsupported_config
     if runner.hisparse_coordinator is not None:
         return "--enable-hisparse"
     if compat.deterministic():
@@ -72,15 +78,13 @@ def unsupported(runner: Any) -> str | None:
     if is_sparse(runner):
         return unsupported_sparse(runner)
     pool = runner.token_to_kv_pool
-    if not isinstance(pool, MLATokenToKVPool):
-        return f"latents in a {type(pool).__name__}"
+    unsupported_pool = rules.unsupported_pool([base.__name__ for base in type(pool).__mro__])
+    if unsupported_pool is not None:
+        return unsupported_pool
     stored_as = torch.uint8 if pool.dtype.itemsize == 1 else pool.dtype
     if pool.store_dtype != stored_as or pool.kv_cache_dim != pool.kv_lora_rank + pool.qk_rope_head_dim:
         return f"latents of {pool.dtype} stored as {pool.store_dtype}, {pool.kv_cache_dim} columns of them"
-    widths = HeadDims(pool.kv_cache_dim, pool.kv_lora_rank)
-    if device(runner.device).type == "cuda" and not widths.runs_on_cuda:
-        return f"latents of {widths.v} + {widths.qk - widths.v} columns (on CUDA it serves 512 + 64)"
-    return None
+    return rules.unsupported_latents(pool.kv_lora_rank, pool.qk_rope_head_dim, device(runner.device).type)
 
 
 def ask_for_parts(runner: Any) -> None:

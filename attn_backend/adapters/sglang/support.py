@@ -9,17 +9,16 @@ import logging
 from typing import Any, NoReturn
 
 import torch
-from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch.nn import Module
 
 from attn_backend.adapters.layers import LayerSpec
 from attn_backend.adapters.served import is_ours, report_layers
+from attn_backend.adapters.verdict import Refusal
 from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH
-from attn_backend.metadata.kv_cache import SCALED_DTYPES
 
-from . import compat
+from . import compat, rules
 from .compat import NAME
 from .mla import has_latents, is_decompressed, is_sparse
 from .mla import unsupported as unsupported_latents
@@ -28,9 +27,6 @@ logger = logging.getLogger(__name__)
 
 _BLOCKS = "DFLASH"  # drafts a block of tokens in one pass, in which they see each other
 _SPECULATION = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", _BLOCKS)
-# causal over images unless their configuration says otherwise
-_GEMMA_4 = ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")
-_MASKS_OVER_IMAGES = ("Gemma3ForConditionalGeneration", *_GEMMA_4)  # models whose masks this backend knows
 _SINKS = ("sinks", "attention_sink_bias")  # the names in models
 _REFUSED_OPTIONS = {
     "--enable-unified-memory": "memory.enable_unified_memory",  # req_to_token would hold virtual slots
@@ -42,8 +38,13 @@ _REFUSED_PARALLELISM = {  # the setting, and what to use instead
 }
 
 
-def refuse(what: str, advice: str = "use another --attention-backend") -> NoReturn:
+def refuse(what: str, advice: str = rules.OTHER_BACKEND) -> NoReturn:
     raise ValueError(f"--attention-backend {NAME} does not support {what}: {advice}")
+
+
+def refuse_if(refusal: Refusal | None) -> None:
+    if refusal is not None:
+        refuse(*refusal)
 
 
 def check_runner(runner: Any) -> None:
@@ -54,56 +55,34 @@ def check_runner(runner: Any) -> None:
     """
     config = runner.model_config
     device = torch.device(runner.device).type
-    if device not in ("cuda", "cpu"):
-        refuse(f"the device {runner.device!r}")
+    refuse_if(rules.unsupported_device(device))
     if device == "cpu" and compat.starts_triton_on_cpu(NAME):
-        advice = (
-            "this release starts Triton for every backend name that is not its own; use SGLang 0.5.22 "
-            "or later on a CPU"
-        )
-        refuse(f"CPUs with SGLang {compat.release()}", advice)
-    if config.attention_arch not in (AttentionArch.MHA, AttentionArch.MLA):
-        refuse(
-            f"the attention architecture {getattr(config.attention_arch, 'name', config.attention_arch)} (it "
-            f"serves MHA, GQA, MQA and MLA)"
-        )
-    _check_kv_dtype(runner)
+        refuse_if(rules.unsupported_on_cpu(compat.release()))
+    architecture = config.attention_arch
+    refuse_if(rules.unsupported_architecture(getattr(architecture, "name", architecture)))
+    refuse_if(rules.unsupported_kv_dtype(runner.kv_cache_dtype_str, runner.kv_cache_dtype, runner.dtype))
     if has_latents(runner):
         unsupported = unsupported_latents(runner)
         if unsupported is not None:
             refuse(unsupported)
     if wants_spans(runner):
-        _check_spans(runner)
+        chunk = compat.setting("schedule.chunked_prefill_size", -1)
+        has_window_pool = isinstance(runner.token_to_kv_pool, SWAKVPool)
+        refuse_if(rules.unsupported_spans(type(runner.model).__name__, chunk, has_window_pool))
     _check_settings()
     if drafts_in_blocks(runner):
         check_drafts(runner)
 
 
-def _check_kv_dtype(runner: Any) -> None:
-    model = "" if runner.dtype == torch.bfloat16 else "--dtype bfloat16 "
-    advice = f"pass --kv-cache-dtype fp8_e4m3, or {model}--kv-cache-dtype bfloat16"
-    if runner.kv_cache_dtype_str == "mxfp8":  # whose dtype is float8_e4m3fn, with scales in another buffer
-        refuse("--kv-cache-dtype mxfp8", advice)
-    if runner.kv_cache_dtype not in (runner.dtype, *SCALED_DTYPES) and {
-        runner.dtype,
-        runner.kv_cache_dtype,
-    } != {torch.bfloat16, torch.float16}:
-        refuse(f"a KV cache of {runner.kv_cache_dtype} for a model of {runner.dtype}", advice)
-
-
 def wants_spans(runner: Any) -> bool:
     """Whether tokens of an image see each other, left and right. A model with `prepare_attn_masks` hands such
     masks to SGLang's Triton backend (Gemma 3).
-
-    Gemma 4 does so whatever its configuration says. Its smaller models are causal over images, in
-    transformers and vLLM.
     """
-    if not hasattr(runner.model, "prepare_attn_masks") or not runner.model_config.is_multimodal:
-        return False
     text = getattr(runner.model_config, "hf_text_config", None)
-    return (
-        type(runner.model).__name__ not in _GEMMA_4
-        or getattr(text, "use_bidirectional_attention", None) == "vision"
+    return hasattr(runner.model, "prepare_attn_masks") and rules.has_spans(
+        type(runner.model).__name__,
+        bool(runner.model_config.is_multimodal),
+        getattr(text, "use_bidirectional_attention", None),
     )
 
 
@@ -112,25 +91,7 @@ def cuts_spans(runner: Any) -> bool:
 
     Layers without a window are then causal: images are text to them.
     """
-    return type(runner.model).__name__ in _GEMMA_4
-
-
-def _check_spans(runner: Any) -> None:
-    # --enable-multimodal is most models' default
-    text_only = """pass --json-model-override-args '{"language_model_only": true}' (from 0.5.18 on)"""
-    advice = f"{text_only} to serve only text, or use --attention-backend triton"
-    if type(runner.model).__name__ not in _MASKS_OVER_IMAGES:
-        refuse(f"the masks over the images of a prompt that {type(runner.model).__name__} makes", advice)
-    if compat.setting("schedule.chunked_prefill_size", -1) != -1:
-        refuse(
-            "images, whose tokens see each other, in prompts that are computed in chunks",
-            "pass --chunked-prefill-size -1",
-        )
-    if isinstance(runner.token_to_kv_pool, SWAKVPool) and not cuts_spans(runner):
-        refuse(
-            "images, whose tokens see each other, with a separate KV pool for sliding windows",
-            "pass --disable-hybrid-swa-memory",
-        )
+    return type(runner.model).__name__ in rules.GEMMA_4
 
 
 def _check_settings() -> None:
@@ -299,14 +260,13 @@ def layer_spec(
 
 
 def _check_whole_prompts(layer: RadixAttention) -> None:
-    """A token that sees later tokens needs them in the same step."""
-    name = f"(layer {layer.layer_id})"
-    if compat.setting("schedule.chunked_prefill_size", -1) != -1:
-        refuse(f"bidirectional prompts in chunks {name}", "pass --chunked-prefill-size -1")
-    if layer.attn_type == AttentionType.ENCODER_ONLY and not compat.setting(
-        "memory.disable_radix_cache", True
-    ):
-        refuse(f"bidirectional prompts after cached prefixes {name}", "pass --disable-radix-cache")
+    refusals = rules.unsupported_prompts(
+        f" (layer {layer.layer_id})",
+        layer.attn_type.value,
+        compat.setting("schedule.chunked_prefill_size", -1),
+        bool(compat.setting("memory.disable_radix_cache", True)),
+    )
+    refuse_if(next(refusals, None))
 
 
 def slopes_of(parent: Module | None) -> torch.Tensor | None:

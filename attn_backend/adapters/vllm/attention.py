@@ -11,12 +11,20 @@ from attn_backend.adapters.layers import LayerSpec, multiplies_float8
 from attn_backend.jit.manifest import SHIPPED_FLOAT8_OUT_HEAD_DIMS, HeadDims
 from attn_backend.kernels.append import append_kv
 from attn_backend.metadata.kv_cache import KVCache
-from attn_backend.validation import describe
 
 from . import compat
-from .compat import FLOAT8_CACHES, PLAIN_CACHES, outside_memory_pools
+from .compat import outside_memory_pools
 from .metadata import AttnMetadata, window_left
-from .support import OTHER_BACKEND, refuse
+from .rules import (
+    ATTN_TYPES,
+    CACHES,
+    FLOAT8_CACHES,
+    HEAD_SIZES,
+    OTHER_BACKEND,
+    unsupported_argument,
+    unsupported_layer,
+)
+from .support import refuse
 
 
 def has_float8_outputs(head_size: int, device: torch.device) -> bool:
@@ -27,12 +35,8 @@ def has_float8_outputs(head_size: int, device: torch.device) -> bool:
 class AttnImpl(AttentionImpl[AttnMetadata]):
     """Made once for each attention layer, with the arguments of vLLM's `Attention`."""
 
-    head_sizes: ClassVar[list[int]] = [dim for dim in range(8, 1024, 8) if HeadDims.of(dim).runs_on_cuda]
-    attn_types: ClassVar[tuple[str, ...]] = (
-        AttentionType.DECODER,
-        AttentionType.ENCODER_ONLY,
-        AttentionType.ENCODER_DECODER,
-    )
+    head_sizes: ClassVar[list[int]] = HEAD_SIZES
+    attn_types: ClassVar[tuple[str, ...]] = ATTN_TYPES
     other_backend: ClassVar[str] = OTHER_BACKEND
     head_size_v: int | None = None  # columns of V, if they differ from K's (DiffKvImpl)
     supports_dcp: bool = True
@@ -81,25 +85,20 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
 
-        if head_size not in self.head_sizes:
-            self._refuse(f"head size {head_size}")
         heads = HeadDims(head_size, head_size if self.head_size_v is None else self.head_size_v)
-        if not heads.runs_on_cuda:
-            self._refuse(f"heads of {heads.qk}/{heads.v} columns")
-        if heads.v != head_size and attn_type != AttentionType.DECODER:
-            self._refuse(f"heads of {heads.qk}/{heads.v} columns in attention of type {attn_type}")
-        if attn_type not in self.attn_types:
-            self._refuse(f"attention of type {attn_type}")
-        if kv_cache_dtype not in ("auto", *PLAIN_CACHES, *FLOAT8_CACHES):
+        unsupported = unsupported_layer(heads.qk, heads.v, attn_type)
+        if unsupported is not None:
+            self._refuse(unsupported)
+        if kv_cache_dtype not in CACHES:
             self._refuse(
                 f"a KV cache of dtype {kv_cache_dtype}", "pass fp8 or the model's dtype as --kv-cache-dtype"
             )
         if sinks is not None and sinks.shape != (num_heads,):
             self._refuse(f"sinks of shape {tuple(sinks.shape)} in a layer of {num_heads} heads")
         for name, value in extra.items():
-            # Not `in`: 0 == False, but chunk_lookback=0 hides the chunks before the query's own.
-            if isinstance(value, torch.Tensor) or (value is not None and value is not False and value != -1):
-                self._refuse(f"the attention argument {name} = {describe(value)}")
+            unsupported = unsupported_argument(name, value)
+            if unsupported is not None:
+                self._refuse(unsupported)
 
         shares_kv = self.dcp_world_size > 1
         if shares_kv:

@@ -13,8 +13,8 @@ from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 
 from . import compat
 from .attention import AttnImpl, CpuAttnImpl
-from .compat import FLOAT8_CACHES
 from .metadata import AttnMetadataBuilder
+from .rules import FLOAT8_CACHES
 from .support import with_ways_out
 
 

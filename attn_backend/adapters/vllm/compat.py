@@ -50,12 +50,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from attn_backend.settings import Settings
 
-T = TypeVar("T")
+from .rules import OWN_NAME
 
-# Cache dtypes by vLLM's names. When vLLM makes a layer, "auto" is the model's dtype: vLLM has resolved what a
-# checkpoint declares.
-PLAIN_CACHES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-FLOAT8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+T = TypeVar("T")
 
 # Permutations from [blocks, kv_heads, page, K and V] to memory, without and with a dimension of layers in
 # front.
@@ -264,9 +261,6 @@ def is_chosen(vllm_config: VllmConfig | None = None) -> bool:
     """
     config = vllm_config or get_current_vllm_config_or_none()
     return any(is_our_name(name) for name in chosen_names(config))
-
-
-OWN_NAME = "ATTN_BACKEND"  # releases up to 0.31 only have CUSTOM
 
 
 def is_our_name(name: AttentionBackendEnum) -> bool:

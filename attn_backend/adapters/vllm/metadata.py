@@ -22,8 +22,9 @@ from attn_backend.metadata.page_table import PageTable
 from attn_backend.metadata.views import BSRView
 
 from . import compat, sampler
-from .compat import FLOAT8_CACHES, outside_memory_pools
+from .compat import outside_memory_pools
 from .dcp import ContextParallel, has_context
+from .rules import FLOAT8_CACHES
 from .support import (
     logger,
     refuse,

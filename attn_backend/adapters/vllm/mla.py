@@ -33,9 +33,9 @@ from attn_backend.metadata.page_table import PageTable
 from attn_backend.metadata.views import BSRView
 
 from . import compat, sampler
-from .compat import FLOAT8_CACHES, PLAIN_CACHES, outside_memory_pools
+from .compat import outside_memory_pools
+from .rules import FLOAT8_LATENTS, LATENT_CACHES, LATENT_HEAD_SIZES, OTHER_CACHE, PLAIN_CACHES
 from .support import (
-    OTHER_CACHE,
     logger,
     refuse,
     tell_of_cascade,
@@ -45,9 +45,6 @@ from .support import (
     with_ways_out,
     workspace_maxima,
 )
-
-# A row is 576 numbers, with the scale of the layer.
-FLOAT8_LATENTS = tuple(name for name, dtype in FLOAT8_CACHES.items() if dtype == torch.float8_e4m3fn)
 
 
 class LatentCache:
@@ -355,7 +352,7 @@ class MlaImpl(MLACommonImpl[MLACommonMetadata]):
     can_return_lse_for_decode: bool = True
     supports_dcp: bool = True
     supports_pcp: bool = False
-    kv_cache_dtypes: ClassVar[tuple[str, ...]] = ("auto", "float16", "bfloat16", "float32", *FLOAT8_LATENTS)
+    kv_cache_dtypes: ClassVar[tuple[str, ...]] = LATENT_CACHES
 
     def __init__(
         self,
@@ -511,7 +508,7 @@ class MlaBackend(MLACommonBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return [576]
+        return LATENT_HEAD_SIZES
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:

@@ -23,7 +23,8 @@ from attn_backend.metadata.kv_cache import SCALED_LATENT_BYTES, SCALED_LATENT_DT
 
 from . import compat, sampler
 from .compat import outside_memory_pools
-from .mla import FLOAT8_LATENTS, LatentCache, MlaBackend, MlaImpl, check_layer, make_prefill
+from .mla import LatentCache, MlaBackend, MlaImpl, check_layer, make_prefill
+from .rules import FLOAT8_LATENTS, SCALED_LATENTS
 from .support import (
     logger,
     refuse,
@@ -32,8 +33,6 @@ from .support import (
     unsupported_sparse_feature,
     workspace_maxima,
 )
-
-SCALED_LATENTS = "fp8_ds_mla"  # a row is 656 bytes, with scales for each block of columns
 
 
 @dataclass(kw_only=True)

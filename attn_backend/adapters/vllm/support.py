@@ -22,11 +22,10 @@ from attn_backend.adapters.served import is_ours, report_layers
 from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH
 
 from . import compat
+from .rules import OTHER_BACKEND, OTHER_CACHE, unsupported_model
 
 logger = init_logger("vllm.attn_backend")  # a child of vLLM's own logger: it logs to the same place
 
-OTHER_BACKEND = "choose another --attention-backend"
-OTHER_CACHE = "pass --kv-cache-dtype fp8_e4m3 or auto"
 _WAYS_OUT = {  # of vLLM's own reasons; for all others, another backend
     "dtype not supported": "pass --dtype bfloat16",
     "kv_cache_dtype not supported": OTHER_CACHE,
@@ -61,21 +60,14 @@ def unsupported_feature(vllm_config: VllmConfig) -> str | None:
 
     It checks only needs that some releases do not ask the backend about.
     """
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    if getattr(model, "rswa_window", None) is not None:
-        return "reference sliding window attention (R-SWA)"
     # vLLM forces the option for backends that need it, not on CPUs.
-    if compat.is_prefix_lm(vllm_config) and not getattr(
-        vllm_config.scheduler_config, "disable_chunked_mm_input", False
-    ):
-        return (
-            "images that are computed in parts, whose tokens see each other (pass --disable-chunked-mm-input)"
-        )
-    if getattr(vllm_config, "diffusion_config", None) is not None:
-        return "batches that mix causal and bidirectional requests (diffusion models)"
-    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        return "prefill context parallelism"
-    return None
+    keeps_images_whole = getattr(vllm_config.scheduler_config, "disable_chunked_mm_input", False)
+    return unsupported_model(
+        has_rswa=getattr(vllm_config.model_config, "rswa_window", None) is not None,
+        splits_images=compat.is_prefix_lm(vllm_config) and not keeps_images_whole,
+        is_diffusion=getattr(vllm_config, "diffusion_config", None) is not None,
+        prefill_ranks=getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1),
+    )
 
 
 def unsupported_context_parallelism(vllm_config: VllmConfig, size: int) -> str | None:

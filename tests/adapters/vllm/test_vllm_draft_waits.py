@@ -16,8 +16,8 @@ from vllm_float8 import layer_of
 from vllm_latents import Problem
 from vllm_layer import make_batch, make_builder, make_cache, make_impl, make_spec
 
-from attn_backend.adapters.vllm.compat import FLOAT8_CACHES
 from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder
+from attn_backend.adapters.vllm.rules import FLOAT8_CACHES
 
 KV_LENS = [33, 64, 20]  # after the last step
 STEPS = 4

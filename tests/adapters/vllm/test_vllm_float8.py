@@ -35,8 +35,8 @@ from attn_backend.adapters.layers import LayerSpec
 from attn_backend.adapters.vllm import attention as vllm_attention
 from attn_backend.adapters.vllm.attention import AttnImpl, CpuAttnImpl, kv_cache_view
 from attn_backend.adapters.vllm.backend import AttnBackend
-from attn_backend.adapters.vllm.compat import FLOAT8_CACHES
 from attn_backend.adapters.vllm.metadata import AttnMetadata, layer_specs
+from attn_backend.adapters.vllm.rules import FLOAT8_CACHES
 
 MIXED = ([1, 1, 7, 40, 3], [33, 64, 23, 40, 100])
 

@@ -33,7 +33,7 @@ from attn_backend.adapters.vllm.mla import (
     MlaBackend,
     MlaPrefill,
 )
-from attn_backend.adapters.vllm.support import OTHER_BACKEND, OTHER_CACHE
+from attn_backend.adapters.vllm.rules import OTHER_BACKEND, OTHER_CACHE
 
 
 @pytest.fixture(autouse=True)

@@ -42,8 +42,8 @@ from vllm_layer import NUM_PAGES, PAGE, Batch, make_batch
 
 from attn_backend.adapters.vllm import compat
 from attn_backend.adapters.vllm.mla import MlaBackend, MlaPrefill
+from attn_backend.adapters.vllm.rules import OTHER_BACKEND, OTHER_CACHE
 from attn_backend.adapters.vllm.sparse_mla import SparseMlaBackend, SparseMlaImpl, SparseMlaMetadataBuilder
-from attn_backend.adapters.vllm.support import OTHER_BACKEND, OTHER_CACHE
 from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH
 
 TOPK = 24

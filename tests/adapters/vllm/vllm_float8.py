@@ -21,8 +21,8 @@ from vllm_layer import (
 )
 
 from attn_backend.adapters.vllm.attention import AttnImpl
-from attn_backend.adapters.vllm.compat import FLOAT8_CACHES
 from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder
+from attn_backend.adapters.vllm.rules import FLOAT8_CACHES
 
 
 def layer_of(k_scale: float | list[float] = 1.0, v_scale: float | list[float] = 1.0) -> torch.nn.Module:

@@ -1,0 +1,221 @@
+"""The models that this adapter serves in SGLang, as functions of plain values.
+
+Backends ask these functions while SGLang starts (support.py, mla.py). `attn-backend doctor --model` asks
+them before, without SGLang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from attn_backend.adapters import own_kernels
+from attn_backend.adapters.checkpoint import DECODER, ENCODER_ONLY, Checkpoint
+from attn_backend.adapters.verdict import Refusal, Verdict, refused
+from attn_backend.jit.manifest import MLA_HEAD_DIMS, HeadDims
+from attn_backend.metadata.kv_cache import SCALED_DTYPES
+from attn_backend.releases import SGLANG_ON_CPU_SINCE, is_before
+
+OTHER_BACKEND = "use another --attention-backend"
+ARCHITECTURES = ("MHA", "MLA")  # members of SGLang's AttentionArch
+LATENT_POOL = "MLATokenToKVPool"
+# causal over images unless their configuration says otherwise
+GEMMA_4 = ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")
+MASKS_OVER_IMAGES = ("Gemma3ForConditionalGeneration", *GEMMA_4)  # models whose masks this backend knows
+
+
+def unsupported_device(device: str) -> Refusal | None:
+    return None if device in ("cuda", "cpu") else Refusal(f"the device {device!r}", OTHER_BACKEND)
+
+
+def unsupported_on_cpu(release: str) -> Refusal:
+    """For a release that starts Triton on a CPU."""
+    advice = (
+        f"this release starts Triton for every backend name that is not its own; use SGLang "
+        f"{SGLANG_ON_CPU_SINCE} or later on a CPU"
+    )
+    return Refusal(f"CPUs with SGLang {release}", advice)
+
+
+def unsupported_architecture(name: str) -> Refusal | None:
+    """name: of SGLang's AttentionArch."""
+    if name in ARCHITECTURES:
+        return None
+    return Refusal(f"the attention architecture {name} (it serves MHA, GQA, MQA and MLA)", OTHER_BACKEND)
+
+
+def unsupported_kv_dtype(name: str, kv_dtype: torch.dtype, dtype: torch.dtype) -> Refusal | None:
+    """
+    Args:
+        name: of --kv-cache-dtype. kv_dtype: of the pool. dtype: of the model.
+    """
+    model = "" if dtype == torch.bfloat16 else "--dtype bfloat16 "
+    advice = f"pass --kv-cache-dtype fp8_e4m3, or {model}--kv-cache-dtype bfloat16"
+    if name == "mxfp8":  # whose dtype is float8_e4m3fn, with scales in another buffer
+        return Refusal("--kv-cache-dtype mxfp8", advice)
+    if kv_dtype in (dtype, *SCALED_DTYPES) or {dtype, kv_dtype} == {torch.bfloat16, torch.float16}:
+        return None
+    return Refusal(f"a KV cache of {kv_dtype} for a model of {dtype}", advice)
+
+
+def unsupported_pool(names: list[str]) -> str | None:
+    """Why latents in this pool cannot be read, or None.
+
+    Args:
+        names: of the pool's class and of its bases.
+    """
+    return None if LATENT_POOL in names else f"latents in a {names[0]}"
+
+
+def unsupported_latents(width: int, rotated: int, device: str) -> str | None:
+    """Why no kernel serves latents of these widths, or None."""
+    if device == "cuda" and not HeadDims(width + rotated, width).runs_on_cuda:
+        return f"latents of {width} + {rotated} columns (on CUDA it serves 512 + 64)"
+    return None
+
+
+_SPARSE = "sparse attention over latents"
+
+
+def unsupported_sparse_device(device: str) -> str | None:
+    return None if device == "cuda" else f"{_SPARSE} on a CPU (SGLang's indexer has only GPU kernels)"
+
+
+def unsupported_sparse_latents(width: int, rotated: int) -> str | None:
+    """Why no kernel serves selected tokens of latents of these widths, or None."""
+    if HeadDims(width + rotated, width) == MLA_HEAD_DIMS:
+        return None
+    return f"{_SPARSE} of other widths than 512 + 64"
+
+
+def unsupported_sparse_config(index_kpool: int, learnable_sink: bool) -> str | None:
+    """
+    Args:
+        index_kpool, learnable_sink: fields of a checkpoint's configuration.
+    """
+    pools = index_kpool > 1 or learnable_sink
+    return f"{_SPARSE} with pooled index keys or attention sinks" if pools else None
+
+
+def has_spans(model_class: str, is_multimodal: bool, use_bidirectional_attention: Any) -> bool:
+    """Whether tokens of an image see each other, in a model that makes such masks.
+
+    Args:
+        use_bidirectional_attention: of the language model's configuration. Gemma 4 makes masks whatever it
+            says. Its smaller models are causal over images, in transformers and vLLM.
+    """
+    return is_multimodal and (model_class not in GEMMA_4 or use_bidirectional_attention == "vision")
+
+
+def unsupported_spans(model_class: str, chunked_prefill_size: int, has_window_pool: bool) -> Refusal | None:
+    """Why images whose tokens see each other cannot be served, or None.
+
+    Args:
+        has_window_pool: layers with a sliding window have a separate KV pool.
+    """
+    # --enable-multimodal is most models' default
+    text_only = """pass --json-model-override-args '{"language_model_only": true}' (from 0.5.18 on)"""
+    if model_class not in MASKS_OVER_IMAGES:
+        return Refusal(
+            f"the masks over the images of a prompt that {model_class} makes",
+            f"{text_only} to serve only text, or use --attention-backend triton",
+        )
+    if chunked_prefill_size != -1:
+        return Refusal(
+            "images, whose tokens see each other, in prompts that are computed in chunks",
+            "pass --chunked-prefill-size -1",
+        )
+    if has_window_pool and model_class not in GEMMA_4:  # Gemma 4's windows cut what an image sees
+        return Refusal(
+            "images, whose tokens see each other, with a separate KV pool for sliding windows",
+            "pass --disable-hybrid-swa-memory",
+        )
+    return None
+
+
+def unsupported_prompts(
+    where: str, attn_type: str, chunked_prefill_size: int, disable_radix_cache: bool
+) -> Iterator[Refusal]:
+    """A token that sees later tokens needs them in the same step.
+
+    Args:
+        where: names the layer.
+        attn_type: of layers that are not causal.
+    """
+    if chunked_prefill_size != -1:
+        yield Refusal(f"bidirectional prompts in chunks{where}", "pass --chunked-prefill-size -1")
+    if attn_type == ENCODER_ONLY and not disable_radix_cache:
+        yield Refusal(f"bidirectional prompts after cached prefixes{where}", "pass --disable-radix-cache")
+
+
+# Facts about SGLang that it derives from a checkpoint's configuration.
+
+# Models for which it turns off images, unless --enable-multimodal asks for them.
+_TEXT_UNLESS_ASKED = ("Gemma3ForConditionalGeneration",)
+# Models for which it sets --chunked-prefill-size -1 and --disable-radix-cache itself.
+_WHOLE_PROMPTS = ("Gemma3TextModel",)
+
+
+def judge(model: Checkpoint, device: str, options: Mapping[str, str], release: str) -> Verdict:
+    """Whether this adapter serves a model.
+
+    Args:
+        device: "cuda" or "cpu".
+        options: of the server, by their names without dashes.
+    """
+    verdict = own_kernels.judge("sglang", model, OTHER_BACKEND)
+    refusals = verdict.refusals or tuple(_refusals(model, device, options, release))
+    return refused(refusals) if refusals else verdict
+
+
+def _refusals(model: Checkpoint, device: str, options: Mapping[str, str], release: str) -> Iterator[Refusal]:
+    found = [unsupported_device(device)]
+    if device == "cpu" and is_before(release, SGLANG_ON_CPU_SINCE):
+        found.append(unsupported_on_cpu(release))
+    kind = "MHA" if model.latents is None else "MLA"
+    found.append(unsupported_architecture(kind if model.layers else "SSM"))
+    found += [Refusal(what, OTHER_BACKEND) for what in _latents(model, device) if what is not None]
+    found += list(_prompts(model, options))
+    if options.get("kv-cache-dtype") == "mxfp8":
+        found.append(unsupported_kv_dtype("mxfp8", torch.float8_e4m3fn, torch.bfloat16))
+    if model.latents is None:
+        found += [
+            Refusal(f"heads of {heads.qk}/{heads.v} columns", OTHER_BACKEND)
+            for heads in sorted({layer.heads for layer in model.layers})
+            if not (heads.runs_on_cuda if device == "cuda" else heads.runs_on_cpu)
+        ]
+    yield from (refusal for refusal in found if refusal is not None)
+
+
+def _latents(model: Checkpoint, device: str) -> Iterator[str | None]:
+    if model.latents is None:
+        return
+    if model.latents.is_sparse:
+        yield unsupported_sparse_device(device)
+        yield unsupported_sparse_latents(model.latents.width, model.latents.rotated)
+        yield unsupported_sparse_config(
+            int(model.get("index_kpool", 1)), bool(model.get("learnable_sink", False))
+        )
+        return
+    # SGLang wraps the pool of a hybrid
+    yield unsupported_pool(["HybridLinearKVPool"] if model.has_states else [LATENT_POOL])
+    yield unsupported_latents(model.latents.width, model.latents.rotated, device)
+
+
+def _prompts(model: Checkpoint, options: Mapping[str, str]) -> Iterator[Refusal]:
+    chunk = int(options.get("chunked-prefill-size", 8192))
+    has_radix_cache = "disable-radix-cache" not in options
+    if model.architecture in MASKS_OVER_IMAGES:
+        takes_images = "language_model_only" not in options.get("json-model-override-args", "") and (
+            model.architecture not in _TEXT_UNLESS_ASKED or "enable-multimodal" in options
+        )
+        if has_spans(model.architecture, takes_images, model.text.get("use_bidirectional_attention")):
+            refusal = unsupported_spans(model.architecture, chunk, has_window_pool=False)
+            if refusal is not None:
+                yield refusal
+    types = {layer.attn_type for layer in model.layers} - {DECODER}
+    if model.architecture not in _WHOLE_PROMPTS:
+        for attn_type in sorted(types):
+            yield from unsupported_prompts("", attn_type, chunk, not has_radix_cache)

@@ -1,0 +1,60 @@
+"""The table of models that choose their attention kernels themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import model_configs as configs
+import pytest
+
+from attn_backend.adapters.checkpoint import Checkpoint
+from attn_backend.adapters.own_kernels import OWN_KERNELS, Missing, judge, matrix
+from attn_backend.adapters.served import report_layers
+from attn_backend.adapters.verdict import PARTLY, REFUSED, SERVED
+from attn_backend.releases import RELEASES
+
+ROOT = Path(__file__).resolve().parents[2]
+OTHER = "another backend"
+
+
+def test_the_documentation_has_the_table() -> None:
+    text = (ROOT / "docs" / "engines.md").read_text()
+    assert f"\n\n{matrix()}\n\n" in text
+
+
+@pytest.mark.parametrize("engine", RELEASES)
+def test_each_architecture_has_one_entry(engine: str) -> None:
+    choices = [entry.choice(engine) for entry in OWN_KERNELS]
+    names = [name for choice in choices if choice is not None for name in choice.architectures]
+    assert len(names) == len({*names})
+    for choice in choices:
+        if choice is not None and not isinstance(choice, Missing):
+            assert choice.where or "refused" in choice.shown
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "engine"),
+    [
+        (configs.QWEN_4_EXP, "indexer_n_heads", "vllm"),
+        (configs.QWEN_4_EXP, "indexer_n_heads", "sglang"),
+        (configs.HY_V4, "learnable_sink", "vllm"),
+        (configs.PANGU, "param_sink_number", "vllm"),
+        (configs.MINIMAX_M3, "sparse_attention_config", "vllm"),
+    ],
+)
+def test_checkpoints_without_the_feature_are_ours(config: configs.Config, field: str, engine: str) -> None:
+    assert judge(engine, Checkpoint(config), OTHER).answer in (REFUSED, PARTLY)
+    without = {name: value for name, value in config.items() if name != field}
+    if "text_config" in config:
+        without["text_config"] = {
+            name: value for name, value in config["text_config"].items() if name != field
+        }
+    assert judge(engine, Checkpoint(without), OTHER).answer == SERVED
+
+
+def test_the_way_out_is_that_of_the_start() -> None:
+    """The adapters refuse such a model once it is built, with the same advice."""
+    (refusal,) = judge("vllm", Checkpoint(configs.STEP_5), OTHER).refusals
+    with pytest.raises(RuntimeError) as raised:
+        report_layers(0, {"THEIRS": ["layers.0"]}, None)  # type: ignore[arg-type]
+    assert str(raised.value).endswith(refusal.way_out)

@@ -1,0 +1,303 @@
+"""attn-backend doctor --model: the answer for a checkpoint's configuration, without an engine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import model_configs as configs
+import pytest
+
+from attn_backend import releases
+from attn_backend.adapters.checkpoint import Checkpoint, NotAConfiguration
+from attn_backend.adapters.verdict import PARTLY, REFUSED, SERVED
+from attn_backend.cli import model
+from attn_backend.cli.main import main
+from attn_backend.releases import RELEASES
+
+NEWEST = {engine: versions[-1] for engine, versions in RELEASES.items()}
+OWN = "its own kernels run all"
+
+# model, answer and a part of the first reason: in vLLM and in SGLang, on a GPU, with default options
+GRID: dict[str, tuple[configs.Config, tuple[str, str], tuple[str, str]]] = {
+    "Llama 3": (configs.LLAMA_3, (SERVED, ""), (SERVED, "")),
+    "Gemma 2": (configs.GEMMA_2, (SERVED, ""), (SERVED, "")),
+    "Gemma 3": (configs.GEMMA_3, (SERVED, ""), (SERVED, "")),
+    "Gemma 4, small": (configs.gemma_4(None), (SERVED, ""), (SERVED, "")),
+    "Gemma 4, large": (
+        configs.gemma_4("vision"),
+        (SERVED, ""),
+        (REFUSED, "prompts that are computed in chunks"),
+    ),
+    "gpt-oss": (configs.GPT_OSS, (SERVED, ""), (SERVED, "")),
+    "MiMo V2": (configs.MIMO_V2, (SERVED, ""), (SERVED, "")),
+    "DeepSeek V2": (configs.DEEPSEEK_V2, (SERVED, ""), (SERVED, "")),
+    "DeepSeek V3": (configs.DEEPSEEK_V3, (SERVED, ""), (SERVED, "")),
+    "DeepSeek V3.2": (configs.DEEPSEEK_V32, (SERVED, ""), (SERVED, "")),
+    "GLM 5": (configs.GLM_5, (SERVED, ""), (SERVED, "")),
+    "GLM 5 Next": (configs.GLM_5_NEXT, (REFUSED, "rows of 512"), (REFUSED, "other widths than 512 + 64")),
+    "DeepSeek V4": (configs.DEEPSEEK_V4, (REFUSED, OWN), (REFUSED, OWN)),
+    "DeepSeek V4.1": (configs.DEEPSEEK_V41, (REFUSED, OWN), (REFUSED, "which SGLang does not have")),
+    "MiniCPM 3": (configs.MINICPM_3, (SERVED, ""), (REFUSED, "latents of 256 + 32 columns")),
+    "Qwen3-Next": (configs.QWEN_3_NEXT, (SERVED, ""), (SERVED, "")),
+    "Qwen3.5": (configs.QWEN_3_5, (SERVED, ""), (SERVED, "")),
+    "Qwen4-Exp": (configs.QWEN_4_EXP, (REFUSED, OWN), (REFUSED, OWN)),
+    "Kimi Linear": (configs.KIMI_LINEAR, (SERVED, ""), (REFUSED, "latents in a HybridLinearKVPool")),
+    "MiniMax M2": (configs.MINIMAX_M2, (SERVED, ""), (SERVED, "")),
+    "MiniMax M3": (configs.MINIMAX_M3, (PARTLY, ""), (PARTLY, "")),
+    "Step 5": (configs.STEP_5, (REFUSED, OWN), (REFUSED, "which SGLang does not have")),
+    "HY V4": (configs.HY_V4, (REFUSED, OWN), (REFUSED, "attention sinks")),
+    "dots3": (configs.DOTS_3, (REFUSED, OWN), (REFUSED, OWN)),
+    "Inkling": (configs.INKLING, (REFUSED, OWN), (REFUSED, "only accepts fa4 and triton")),
+    "openPangu with sinks": (configs.PANGU, (REFUSED, OWN), (REFUSED, "which SGLang does not have")),
+    "Falcon-H1": (configs.FALCON_H1, (SERVED, ""), (SERVED, "")),
+    "Granite 4": (configs.GRANITE_4, (SERVED, ""), (SERVED, "")),
+    "Nemotron-H": (configs.NEMOTRON_H, (SERVED, ""), (SERVED, "")),
+    "LFM2": (configs.LFM_2, (SERVED, ""), (SERVED, "")),
+    "Rnj-1": (configs.RNJ_1, (REFUSED, "chunk_lookback = 1"), (SERVED, "")),
+    "BERT": (configs.BERT, (SERVED, ""), (REFUSED, "bidirectional prompts in chunks")),
+    "EmbeddingGemma": (configs.EMBEDDING_GEMMA, (SERVED, ""), (SERVED, "")),
+    "Mamba 2": (configs.MAMBA, (SERVED, ""), (REFUSED, "the attention architecture SSM")),
+    "heads of 100 columns": (configs.ODD_HEADS, (REFUSED, "head size 100"), (REFUSED, "heads of 100/100")),
+}
+CASES = [
+    pytest.param(config, engine, answer, id=f"{name}-{engine}")
+    for name, (config, *answers) in GRID.items()
+    for engine, answer in zip(RELEASES, answers, strict=True)
+]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Any:
+    def save(config: configs.Config) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return str(tmp_path)
+
+    return save
+
+
+@pytest.mark.parametrize(("config", "engine", "expected"), CASES)
+def test_answers(config: configs.Config, engine: str, expected: tuple[str, str]) -> None:
+    verdict = model.judge(Checkpoint(config), engine, NEWEST[engine])
+    answer, reason = expected
+    assert verdict.answer == answer, verdict
+    if answer == REFUSED:
+        assert reason in verdict.refusals[0].what
+        assert all(refusal.way_out for refusal in verdict.refusals)
+    else:
+        assert not verdict.refusals
+        assert sorted({*verdict.ours, *verdict.others}) == [
+            layer.index for layer in Checkpoint(config).layers
+        ]
+        assert bool(verdict.others) == (answer == PARTLY)
+
+
+@pytest.mark.parametrize(
+    ("config", "numbers"),
+    [
+        (configs.QWEN_3_NEXT, [3, 7]),
+        (configs.QWEN_3_5, [3, 7]),
+        (configs.KIMI_LINEAR, [3, 7]),
+        (configs.GRANITE_4, [1, 3, 5, 7]),
+        (configs.NEMOTRON_H, [3, 7]),
+        (configs.LFM_2, [1, 3, 5, 7]),
+        (configs.FALCON_H1, list(range(8))),
+        (configs.MINIMAX_M2, list(range(8))),
+        (configs.MAMBA, []),
+    ],
+    ids=lambda value: value["architectures"][0] if isinstance(value, dict) else "",
+)
+def test_layers_with_attention(config: configs.Config, numbers: list[int]) -> None:
+    assert [layer.index for layer in Checkpoint(config).layers] == numbers
+
+
+def test_each_kind_of_layer_has_its_heads() -> None:
+    assert [str(layer.heads) for layer in Checkpoint(configs.gemma_4(None)).layers] == ["256", "512"] * 4
+    assert {str(layer.heads) for layer in Checkpoint(configs.MIMO_V2).layers} == {"192_128"}
+    assert {str(layer.heads) for layer in Checkpoint(configs.DEEPSEEK_V3).layers} == {"192_128"}
+    assert {str(layer.heads) for layer in Checkpoint(configs.BERT).layers} == {"64"}
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (configs.gemma_4("vision"), "--chunked-prefill-size -1"),
+        (configs.gemma_4("vision"), """--json-model-override-args '{"language_model_only": true}'"""),
+        (configs.BERT, "--chunked-prefill-size=-1 --disable-radix-cache"),
+        (configs.GEMMA_3, "--enable-multimodal --chunked_prefill_size -1"),
+    ],
+)
+def test_a_way_out_leads_out(config: configs.Config, options: str) -> None:
+    parsed = model.parse_options(options)
+    assert model.judge(Checkpoint(config), "sglang", NEWEST["sglang"], "cuda", parsed).answer == SERVED
+    if "enable-multimodal" in parsed:
+        del parsed["chunked-prefill-size"]
+        assert model.judge(Checkpoint(config), "sglang", NEWEST["sglang"], "cuda", parsed).answer == REFUSED
+
+
+def test_all_reasons_are_told() -> None:
+    verdict = model.judge(Checkpoint(configs.BERT), "sglang", NEWEST["sglang"])
+    assert [refusal.way_out for refusal in verdict.refusals] == [
+        "pass --chunked-prefill-size -1",
+        "pass --disable-radix-cache",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("engine", "release", "config", "options", "answer"),
+    [
+        ("sglang", "0.5.21", configs.LLAMA_3, "", REFUSED),
+        ("sglang", "0.5.22", configs.LLAMA_3, "", SERVED),
+        ("sglang", "0.5.23", configs.DEEPSEEK_V32, "", REFUSED),
+        ("vllm", "0.33.0", configs.DEEPSEEK_V32, "", REFUSED),
+        ("vllm", "0.33.0", configs.DEEPSEEK_V3, "", SERVED),
+        ("vllm", "0.33.0", configs.GEMMA_3, "", REFUSED),
+        ("vllm", "0.33.0", configs.GEMMA_3, "--disable-chunked-mm-input", SERVED),
+        ("vllm", "0.33.0", configs.gemma_4("vision"), "", REFUSED),
+        ("vllm", "0.33.0", configs.gemma_4(None), "", SERVED),
+    ],
+)
+def test_answers_on_a_cpu(
+    engine: str, release: str, config: configs.Config, options: str, answer: str
+) -> None:
+    verdict = model.judge(Checkpoint(config), engine, release, "cpu", model.parse_options(options))
+    assert verdict.answer == answer
+
+
+@pytest.mark.parametrize(
+    ("engine", "config", "cache", "answer"),
+    [
+        ("vllm", configs.LLAMA_3, "fp8_e5m2", SERVED),
+        ("vllm", configs.LLAMA_3, "nvfp4", REFUSED),
+        ("vllm", configs.LLAMA_3, "fp8_ds_mla", REFUSED),
+        ("vllm", configs.DEEPSEEK_V3, "fp8", SERVED),
+        ("vllm", configs.DEEPSEEK_V3, "fp8_e5m2", REFUSED),
+        ("vllm", configs.DEEPSEEK_V3, "fp8_ds_mla", REFUSED),
+        ("vllm", configs.DEEPSEEK_V32, "fp8_ds_mla", SERVED),
+        ("sglang", configs.LLAMA_3, "fp8_e4m3", SERVED),
+        ("sglang", configs.LLAMA_3, "mxfp8", REFUSED),
+    ],
+)
+def test_caches(engine: str, config: configs.Config, cache: str, answer: str) -> None:
+    options = {"kv-cache-dtype": cache}
+    assert model.judge(Checkpoint(config), engine, NEWEST[engine], "cuda", options).answer == answer
+
+
+@pytest.mark.parametrize(
+    ("config", "status", "text"),
+    [
+        (configs.LLAMA_3, 0, "served: all 8 attention layers (0-7)"),
+        (
+            configs.DEEPSEEK_V4,
+            1,
+            "refused: DeepseekV4ForCausalLM: its own kernels run all 8 attention layers",
+        ),
+        (
+            configs.MINIMAX_M3,
+            3,
+            "partly ours: 3 of 8 attention layers (0-2). The model's own kernels run the others (3-7)",
+        ),
+    ],
+)
+def test_exit_status(
+    config: configs.Config, status: int, text: str, saved: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["doctor", "--model", saved(config), "--engine", "vllm", "--release", "0.33.0"]
+    assert main(command) == status
+    assert text in capsys.readouterr().out
+    assert main([*command, "--json"]) == status
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == config["architectures"][0]
+    assert [found["answers"][0][name] for name in ("engine", "release", "device", "text")] == [
+        *("vllm", "0.33.0", "cuda"),
+        text,
+    ]
+
+
+def test_the_worst_of_several_answers_is_the_status(monkeypatch: pytest.MonkeyPatch, saved: Any) -> None:
+    monkeypatch.setattr(model, "installed_release", lambda engine: None)
+    assert main(["doctor", "--model", saved(configs.RNJ_1)]) == 1, "refused only in vLLM"
+    assert main(["doctor", "--model", saved(configs.RNJ_1), "--engine", "sglang"]) == 0
+
+
+def test_engines_that_are_answered_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "installed_release", {"sglang": "0.5.20"}.get)
+    assert model.engines(None, None) == [("sglang", "0.5.20")]
+    assert model.engines("vllm", None) == [("vllm", NEWEST["vllm"])]
+    assert model.engines("sglang", "0.5.18") == [("sglang", "0.5.18")]
+    monkeypatch.setattr(model, "installed_release", lambda engine: None)
+    assert model.engines(None, None) == list(NEWEST.items())
+
+
+@pytest.mark.parametrize(
+    ("release", "usage"), [("0.31.0", "CUSTOM"), ("0.32.0+cpu", "ATTN_BACKEND"), ("0.33.0", "ATTN_BACKEND")]
+)
+def test_usage(release: str, usage: str, saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--model", saved(configs.LLAMA_3), "--engine", "vllm", "--release", release]) == 0
+    assert f"-> --attention-backend {usage}\n" in capsys.readouterr().out
+
+
+def test_unknown_releases_are_told(saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", "--model", saved(configs.LLAMA_3), "--engine", "vllm", "--release", "0.99.0"])
+    assert "0.99.0 is not among the releases that the adapter was checked against" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--model", "nowhere"], "nowhere cannot be read"),
+        (["--model", __file__], f"{__file__} cannot be read"),
+        (["--release", "0.33.0"], "--release 0.33.0 needs --engine"),
+        (["--server-args", "8"], "'8' follows no option"),
+    ],
+)
+def test_wrong_arguments(
+    arguments: list[str], text: str, saved: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--model", saved(configs.LLAMA_3), *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("config", [{}, {"architectures": []}, {"hidden_size": 1}])
+def test_no_configuration(config: configs.Config) -> None:
+    with pytest.raises(NotAConfiguration, match="no architectures"):
+        Checkpoint(config)
+
+
+def test_no_engine_is_imported(saved: Any) -> None:
+    """Both adapters answer in a process that must not import an engine."""
+    script = (
+        "import sys; sys.modules.update(vllm=None, sglang=None)\n"
+        "from attn_backend.cli.main import main\n"
+        f"sys.exit(main(['doctor', '--model', {saved(configs.MINIMAX_M3)!r}, '--engine', sys.argv[1]]))"
+    )
+    for engine in RELEASES:
+        assert subprocess.run([sys.executable, "-c", script, engine], check=False).returncode == 3
+
+
+def test_older_releases() -> None:
+    assert releases.is_before("0.31.0", "0.32.0")
+    assert releases.is_before("0.9.2", "0.32.0")
+    assert not releases.is_before("0.32.0+cpu", "0.32.0")
+    assert not releases.is_before("0.33.0rc1", "0.32.0")
+
+
+def test_classes_that_the_installed_engine_lacks_are_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, saved: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    registry = tmp_path / "packages" / "vllm" / "model_executor" / "models" / "registry.py"
+    registry.parent.mkdir(parents=True)
+    registry.write_text('{"LlamaForCausalLM": ("llama", "LlamaForCausalLM")}')
+    (tmp_path / "packages" / "vllm" / "__init__.py").write_text("raise ImportError")
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(model, "installed_release", {"vllm": "0.33.0"}.get)
+    for config, is_known in ((configs.LLAMA_3, True), (configs.GEMMA_2, False)):
+        assert main(["doctor", "--model", saved(config)]) == 0
+        assert ("has no class Gemma2ForCausalLM" in capsys.readouterr().out) != is_known
+    assert main(["doctor", "--model", saved(configs.GEMMA_2), "--engine", "vllm", "--release", "0.32.0"]) == 0
+    assert "has no class" not in capsys.readouterr().out, "another release than the installed one"
