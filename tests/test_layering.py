@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "validation": set(),
     "metadata": {"validation"},
     "variants": {"settings", "validation"},
-    "jit": {"settings", "variants"},
+    "jit": {"settings"},
     "kernels": {"jit", "metadata", "settings", "validation", "variants"},
     "adapters": {"attn_backend", "jit", "kernels", "metadata", "settings", "validation", "variants"},
     "flashinfer": {"jit", "kernels", "metadata", "validation", "variants"},

@@ -1,4 +1,5 @@
-"""Device kernels as cubins: which ones exist, where they are found, and how they are compiled.
+"""Compiled kernels: which ones exist, where they are found, and how they are compiled. On a GPU a kernel is a
+cubin; a variant's kernel for the CPU is a shared library.
 
 The manifest (manifest.py) lists the kernels and generates their sources. A kernel is first looked up in the
 package (`cubins/<arch>/<name>.cubin`, added when the wheel was built). The second place is the cache

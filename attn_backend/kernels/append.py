@@ -319,7 +319,7 @@ _QKV_NAMES = ("q", "k", "v", "out", "slots", "positions", "q_norm", "k_norm")
 def _check_qkv(
     tensors: tuple[Tensor | None, ...], rotary: Rotary | None, positions: Tensor | None, norm_eps: float
 ) -> tuple[Tensor | None, bool]:
-    """Checks what the library does not. tensors: the tensors in _NAMES.
+    """Checks what the library does not. tensors: the tensors in _QKV_NAMES.
 
     Returns the table of the rotary embedding, and whether it is interleaved.
     """

@@ -1,8 +1,8 @@
 """Registers run, append_kv, append_mla_kv, append_qkv, selected_slots and sample as torch operators, which
 torch.compile puts into its graphs without tracing them.
 
-Nothing here is used outside of compiled functions. Each operator calls the public function of its name, so
-its checks and errors happen when the graph runs.
+Each operator calls the public function of its name, so its checks and errors happen when the graph runs.
+Attention objects and the public functions register themselves here.
 """
 
 from __future__ import annotations

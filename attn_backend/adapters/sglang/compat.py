@@ -1,7 +1,6 @@
 """Differences between SGLang's releases, 0.5.17 to 0.5.23.
 
-Files that replace functions of the engine also check which release has them: sampler.py, plugin.py and
-support.py.
+Files that replace functions of the engine also check which release has them: sampler.py and plugin.py.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ _originals: list[tuple[type, str, Any]] = []
 def install(device: torch.device, vllm_config: Any = None) -> bool:
     """Has this process sample with this package, after a check on `device`.
 
-    Does it once; called when a plan is made for a worker's layers.
+    Does it once; the metadata builder of a worker's layers calls it.
 
     Environment:
         ATTN_BACKEND_SAMPLER: `0` leaves vLLM's sampler in place.
