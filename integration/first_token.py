@@ -23,15 +23,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from integration.engines.base import OURS
 from integration.model import resolve_model
 
-OURS = "attn_backend"
 STOCK = {"vllm": "FLASH_ATTN", "sglang": "fa3"}
 CHUNK = 8192
 ROUNDS = 2
 
 
-def start_vllm(options: argparse.Namespace) -> Callable[[list[int]], None]:
+def start_vllm(options: argparse.Namespace) -> Callable[[list[int]], object]:
     from vllm import LLM, SamplingParams, TokensPrompt
 
     engine = LLM(
@@ -48,10 +48,10 @@ def start_vllm(options: argparse.Namespace) -> Callable[[list[int]], None]:
         attention_backend="CUSTOM" if options.backend == OURS else options.backend,
     )
     one = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-    return lambda prompt: void(engine.generate(TokensPrompt(prompt_token_ids=prompt), one, use_tqdm=False))
+    return lambda prompt: engine.generate(TokensPrompt(prompt_token_ids=prompt), one, use_tqdm=False)
 
 
-def start_sglang(options: argparse.Namespace) -> Callable[[list[int]], None]:
+def start_sglang(options: argparse.Namespace) -> Callable[[list[int]], object]:
     from sglang import Engine
 
     engine = Engine(
@@ -68,11 +68,7 @@ def start_sglang(options: argparse.Namespace) -> Callable[[list[int]], None]:
         attention_backend=options.backend,
     )
     one = {"max_new_tokens": 1, "temperature": 0.0}
-    return lambda prompt: void(engine.generate(input_ids=prompt, sampling_params=one))
-
-
-def void(_: object) -> None:
-    pass
+    return lambda prompt: engine.generate(input_ids=prompt, sampling_params=one)
 
 
 ENGINES = {"vllm": start_vllm, "sglang": start_sglang}

@@ -98,8 +98,8 @@ def uv_variables(settings: dict[str, str]) -> dict[str, str]:
         if settings.get(name)
     }
     if extra := variables.get("UV_EXTRA_INDEX_URL"):
-        # If several indexes have a version, pip takes the most specific wheel, uv a wheel of the first index.
-        # uv's default index is the last one, but normally has all wheels.
+        # Several indexes may have a version. pip then takes the most specific wheel, and uv a wheel of the
+        # first index. The main index normally has all wheels, but uv looks there last.
         variables["UV_EXTRA_INDEX_URL"] = f"{settings.get('index-url') or PYPI} {extra}"
     # like pip: the best version of all indexes
     return {"UV_INDEX_STRATEGY": "unsafe-best-match"} | variables

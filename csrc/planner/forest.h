@@ -189,8 +189,8 @@ constexpr int32_t kMaxSaved = static_cast<int32_t>(kMaxInt32 / kMaxForestRequest
 
 /// Decides on a node whose ancestors have been decided on, and writes the decision down; its row group comes later.
 /// `free_states`: row states that are left.
-/// Returns what a taken node counts for in what the forest saves, at most kMaxSaved; 0 if it is not taken, or if it
-/// costs more than it saves (where everything is taken).
+/// Returns the part of a taken node in what the forest saves, at most kMaxSaved. It is 0 if the node is not taken. It
+/// is also 0 if the node costs more than it saves, which happens where all nodes are taken.
 ATTN_HD int32_t decide_node(const PlanParams& p, const Forest& f, int32_t n, int32_t free_states) {
   ForestNode& node = f.nodes[n];
   const bool is_root = node.parent < 0;

@@ -74,11 +74,12 @@ struct RowGroup {
   int32_t request;     // its place in the batch; -1: its rows are of several requests (Schedule::row_requests)
 };
 
-/// Packed rows [packed_begin, packed_begin + tile_rows(kind)) of a row group (those below qo_len * group_size exist)
-/// and the tokens [kv_begin, kv_end) that any of them may attend to. kv_begin is a multiple of half a KV tile, so that
-/// a short window lies in fewer KV tiles. It is a multiple of a KV tile in batch invariant plans, and where row ranges
-/// are known. If there are holes between the KV tiles, kv_begin is negative: the complement (~) of the first one's
-/// place among all KV tiles that are listed (kv_tile_start()).
+/// Packed rows [packed_begin, packed_begin + tile_rows(kind)) of a row group. Rows below qo_len * group_size exist. Any
+/// of them may attend to tokens [kv_begin, kv_end).
+///
+/// kv_begin is a multiple of half a KV tile: a short window then lies in fewer KV tiles. In batch invariant plans, and
+/// where row ranges are known, it is a multiple of a KV tile. A negative kv_begin says that there are holes between the
+/// KV tiles. It is the complement (~) of the first one's place among all listed KV tiles (kv_tile_start()).
 struct RowTile {
   int64_t cost_begin;  // cost of everything before this tile in the list
   int32_t group;
