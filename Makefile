@@ -50,13 +50,23 @@ help:
 .PHONY: demo
 ifdef PYTHON
 demo: export PYTHONPATH := $(CURDIR)/$(PACKAGE)$(if $(PYTHONPATH),:$(PYTHONPATH))
-demo:
+demo: demo-arguments
 	@$(PYTHON) -m integration.environment --python "$$(command -v $(PYTHON))" --package-folder $(PACKAGE)
 	@$(PYTHON) -m integration.demo --since $(BEGIN) --engine $(ENGINE) --model $(MODEL) $(if $(NUM_PROMPTS),--num-prompts $(NUM_PROMPTS))
 else
-demo: base-python
+demo: demo-arguments base-python
 	@$(BASE_PYTHON) -m integration.environment --venv $(VENV) --kind $(ENGINE)-$(DEVICE)
 	@$(VENV)/bin/python -m integration.demo --since $(BEGIN) --engine $(ENGINE) --model $(MODEL) $(if $(NUM_PROMPTS),--num-prompts $(NUM_PROMPTS))
+endif
+
+# Before anything is installed.
+.PHONY: demo-arguments
+demo-arguments:
+	@case "$(ENGINE)" in vllm|sglang) ;; *) echo "error: ENGINE=$(ENGINE) must be vllm or sglang" >&2; exit 1 ;; esac
+	@case "$(MODEL)" in smollm2*) ;; *) [ -f "$(MODEL)/config.json" ] || [ -f "integration/models/$(MODEL)/config.json" ] || \
+		{ echo "error: MODEL=$(MODEL) must be smollm2, a folder with a config.json, or one of integration/models" >&2; exit 1; } ;; esac
+ifdef PYTHON
+	@command -v $(PYTHON) >/dev/null || { echo "error: PYTHON=$(PYTHON) is no program" >&2; exit 1; }
 endif
 
 .PHONY: test
@@ -160,6 +170,8 @@ wheel: base-python
 base-python:
 ifeq ($(BASE_PYTHON),)
 	@echo "error: no Python 3.11, 3.12 or 3.13 on PATH (the CPU builds of the engines need one of them). Install one, or pass BASE_PYTHON=..." >&2; exit 1
+else
+	@command -v $(BASE_PYTHON) >/dev/null || { echo "error: BASE_PYTHON=$(BASE_PYTHON) is no program" >&2; exit 1; }
 endif
 
 .PHONY: clean distclean

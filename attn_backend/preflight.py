@@ -64,6 +64,8 @@ def serving_choice(dtype: str) -> str:
 
 PYTHONS = ((3, 11), (3, 12), (3, 13))  # the engines provide CPU packages for these
 GB = 10**9
+TEMPORARY_BYTES = GB // 5
+CACHE_BYTES = GB // 2
 PROBE_TIMEOUT_S = 120.0
 # `pip` retries a request five times, for minutes
 PROBE_OPTIONS = ["--disable-pip-version-check", "--no-input", "--retries", "1", "--timeout", "10"]
@@ -162,11 +164,18 @@ def path_problem(folders: Iterable[Path]) -> Problem | None:
 
 
 def folder_problem(folder: Path) -> str:
-    """Why a folder, which need not exist yet, cannot be written to; "" if it can."""
+    """Why a folder, which need not exist yet, cannot be written to; "" if it can.
+
+    Makes a file for the answer: root has access to folders of read-only file systems.
+    """
     parent = existing_parent(folder)
     if not parent.is_dir():
         return f"{parent} is not a folder"
-    return "" if os.access(parent, os.W_OK | os.X_OK) else f"{parent} is not writable"
+    try:
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError as error:
+        return f"{parent} is not writable ({error.strerror})"
+    return ""
 
 
 def cache_problem(folder: Path | None = None) -> Problem | None:
@@ -187,17 +196,24 @@ def cache_problem(folder: Path | None = None) -> Problem | None:
 
 
 def disk_problems(needs: Sequence[Space]) -> list[Problem]:
-    """One problem for each file system with too little room for all data that goes there."""
+    """One problem for each folder that cannot be written to, and for each file system with too little room
+    for all data that goes there.
+    """
+    problems = []
     by_device: dict[int, list[Space]] = {}
     for need in needs:
-        by_device.setdefault(existing_parent(need.folder).stat().st_dev, []).append(need)
-    problems = []
+        if text := folder_problem(need.folder):
+            problems.append(Problem(need.purpose, text, need.remedy))
+        else:
+            by_device.setdefault(existing_parent(need.folder).stat().st_dev, []).append(need)
     for of_device in by_device.values():
         folder = existing_parent(of_device[0].folder)
         needed, free = sum(need.num_bytes for need in of_device), shutil.disk_usage(folder).free
         if free < needed:
             parts = ", ".join(
-                f"{need.num_bytes / GB:.1f} GB for {need.purpose} in {need.folder}" for need in of_device
+                f"{need.num_bytes / GB:.1f} GB for {need.purpose} in {need.folder}"
+                for need in of_device
+                if need.num_bytes
             )
             remedy = "; or ".join(["make room", *dict.fromkeys(need.remedy for need in of_device)])
             problems.append(
@@ -285,8 +301,8 @@ def network_problem(
     return None
 
 
-def uv_spaces(environment: Path, num_bytes: int) -> list[Space]:
-    """Disk space that uv needs in addition to the environment.
+def uv_space(environment: Path, num_bytes: int) -> Space:
+    """Disk space that uv needs in addition to an environment of `num_bytes`.
 
     Its cache keeps unpacked packages. On one disk, the environment consists of hard links to them.
     """
@@ -296,8 +312,19 @@ def uv_spaces(environment: Path, num_bytes: int) -> list[Space]:
         folder = Path(tempfile.gettempdir())
     links = os.environ.get("UV_LINK_MODE") != "copy"
     if links and existing_parent(folder).stat().st_dev == existing_parent(environment).stat().st_dev:
-        return []
-    return [Space(folder, num_bytes, "uv's cache", "set UV_CACHE_DIR to a folder on the environment's disk")]
+        num_bytes = 0
+    return Space(folder, num_bytes, "uv's cache", "set UV_CACHE_DIR to a folder on the environment's disk")
+
+
+def shared_spaces() -> list[Space]:
+    """Disk space for temporary files, and in the cache for compiled kernels and a small model."""
+    # Python ignores a TMPDIR that is not writable; compilers and installers fail
+    temporary = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
+    spaces = [Space(temporary, TEMPORARY_BYTES, "temporary files", "set TMPDIR to a folder on another disk")]
+    if cache_problem() is None:
+        cache = cache_folder(os.environ.get(VARIABLE))
+        spaces.append(Space(cache, CACHE_BYTES, "the cache", f"set {VARIABLE} to a folder on another disk"))
+    return spaces
 
 
 def check(

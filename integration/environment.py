@@ -20,10 +20,12 @@ import contextlib
 import hashlib
 import inspect
 import itertools
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import venv
 from collections.abc import Callable, Iterator, Sequence
@@ -209,6 +211,23 @@ def missing_steps(folder: Path, kind: str) -> list[Step]:
     return [step for step in KINDS[kind] if step.hash() not in taken]
 
 
+def create(folder: Path) -> None:
+    """Makes a virtual environment with pip. Raises SetupError."""
+    before = os.environ.get("TMPDIR")
+    # ensurepip leaves its temporary files when it is interrupted
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+        os.environ["TMPDIR"] = temporary
+        try:
+            venv.create(folder, with_pip=True)
+        except subprocess.CalledProcessError as error:
+            output = (error.output or b"").decode(errors="replace")
+            raise SetupError(f"{folder} cannot be made: {error}\n{output}") from None
+        finally:
+            os.environ.pop("TMPDIR")
+            if before is not None:
+                os.environ["TMPDIR"] = before
+
+
 def make_environment(folder: Path, kind: str) -> Path:
     """Makes the virtual environment `folder` one of the kinds in KINDS; returns its interpreter.
 
@@ -227,12 +246,7 @@ def make_environment(folder: Path, kind: str) -> Path:
         f"Making the environment {folder} ({kind}: {size_of(steps)}). The output goes to {LOGS}/install-*.log"
     )
     if not stamp.is_file() or not python.exists():
-        try:
-            venv.create(folder, with_pip=True)
-        except subprocess.CalledProcessError as error:
-            raise SetupError(
-                f"{folder} cannot be made: {error}\n{(error.output or b'').decode(errors='replace')}"
-            ) from None
+        create(folder)
     for number, step in enumerate(steps, 1):
         stamp.write_text("\n".join(taken))
         log(f"Step {number} of {len(steps)}: {step.name}")
@@ -298,8 +312,13 @@ def install_package(python: Path, stamp: Path, arguments: list[str]) -> None:
         f"is {install_log}"
     )
 
-    # ninja writes `[12/57] Building CXX object ...`
-    compiled = count_of(r"\[(\d+)/(\d+)\] (?:Build|Link)ing", "compiled")
+    # ninja writes `[12/57] Building CXX object ...` after each file
+    count = count_of(r"\[(\d+)/(\d+)\] (?:Build|Link)ing", "compiled")
+
+    def compiled(log_file: Path) -> str | None:
+        begun = "Running command Building wheel" in log_file.read_text(errors="replace")
+        return count(log_file) or ("compiling the first files" if begun else None)
+
     try:
         run_pip(
             python,
@@ -307,7 +326,7 @@ def install_package(python: Path, stamp: Path, arguments: list[str]) -> None:
             install_log,
             "attn_backend",
             compiled,
-            "preparing the build",
+            "installing the build's requirements",
         )
     except InstallError as error:
         raise SetupError(str(error)) from None
@@ -336,19 +355,14 @@ def check_machine(folder: Path, kind: str, is_package_installed: bool) -> None:
     if steps:
         advice = "pass VENV=... (make test: TEST_VENV=...) to make: a folder on another disk"
         num_bytes = sum(step.disk_mb for step in steps) * MB
-        needs = [Space(folder, num_bytes, "the environment", advice)]
-        needs += preflight.uv_spaces(folder, num_bytes)
+        needs = [Space(folder, num_bytes, "the environment", advice), preflight.uv_space(folder, num_bytes)]
     if not is_package_installed:
-        needs.append(
-            Space(
-                REPOSITORY,
-                PACKAGE_MB * MB,
-                "the build of attn_backend",
-                "clone the repository to another disk",
-            )
-        )
+        advice = "clone the repository to another disk"
+        needs.append(Space(REPOSITORY, PACKAGE_MB * MB, "the build of attn_backend", advice))
         if kind != "check":  # this environment has the build's requirements
             requirements.append(BUILD_TOOLS[0])
+    if needs:
+        needs += preflight.shared_spaces()
     preflight.check(
         environment=folder, needs=needs, requirements=requirements, compiles=not is_package_installed
     )

@@ -17,6 +17,9 @@ import torch
 from attn_backend.jit import compilers
 
 NO_GPU = "needs a CUDA GPU"
+ROOT = Path(__file__).resolve().parent.parent
+# otherwise torch.compile leaves a folder in TMPDIR
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / ".build" / "torchinductor"))
 
 gc.disable()  # until collection ends: engines are imported, and nothing from that becomes garbage
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -116,6 +117,7 @@ def test_disk_problems_give_the_numbers_of_each_file_system(
         return SimpleNamespace(stat=lambda: SimpleNamespace(st_dev=devices[root]), root=root)
 
     monkeypatch.setattr(preflight, "existing_parent", parent)
+    monkeypatch.setattr(preflight, "folder_problem", lambda folder: "")
     monkeypatch.setattr(
         preflight.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[folder.root])
     )
@@ -149,14 +151,15 @@ def test_the_cache_of_uv_needs_space_unless_the_environment_links_to_it(
         monkeypatch.delenv(name, raising=False)
     for name, value in ({"HOME": "home"} | variables).items():
         monkeypatch.setenv(name, value if name == "UV_LINK_MODE" else str(tmp_path / value))
-    assert bool(preflight.uv_spaces(tmp_path / "venv", 9)) != is_linked
+    space = preflight.uv_space(tmp_path / "venv", 9)
+    assert (space.folder, space.num_bytes) == (tmp_path / folder, 0 if is_linked else 9)
     device = {tmp_path / "venv": 1}
     monkeypatch.setattr(
         preflight,
         "existing_parent",
         lambda path: SimpleNamespace(stat=lambda: SimpleNamespace(st_dev=device.get(path, 2))),
     )
-    (space,) = preflight.uv_spaces(tmp_path / "venv", 9)
+    space = preflight.uv_space(tmp_path / "venv", 9)
     assert (space.folder, space.num_bytes) == (tmp_path / folder, 9)
     assert "UV_CACHE_DIR" in space.remedy
 
@@ -208,6 +211,47 @@ def test_nothing_is_asked_of_the_network_if_nothing_is_downloaded() -> None:
     assert preflight.network_problem([], ask) is None
 
 
+def refuse_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes all folders read-only; root may write to a folder of any mode."""
+
+    def refuse(dir: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(preflight.tempfile, "TemporaryFile", refuse)
+
+
+@pytest.mark.parametrize("variable", ["TMPDIR", "UV_CACHE_DIR", "ATTN_BACKEND_CACHE"])
+@pytest.mark.parametrize("fault", ["full", "read-only"])
+def test_a_folder_of_the_users_that_cannot_be_filled_is_reported(
+    variable: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    for name in ("TMPDIR", "UV_CACHE_DIR", "ATTN_BACKEND_CACHE"):
+        monkeypatch.setenv(name, str(bad if name == variable else tmp_path))
+    monkeypatch.setenv("UV_LINK_MODE", "copy")
+
+    def folder_problem(folder: Path) -> str:
+        return f"{folder} is not writable" if fault == "read-only" and folder == bad else ""
+
+    def disk_usage(folder: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=0 if fault == "full" and folder == bad else 10**12)
+
+    stat = Path.stat
+    monkeypatch.setattr(
+        Path,
+        "stat",
+        lambda path, **options: SimpleNamespace(st_dev=-1) if path == bad else stat(path, **options),
+    )
+    monkeypatch.setattr(preflight, "folder_problem", folder_problem)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", disk_usage)
+    needs = [preflight.uv_space(tmp_path / "venv", 9), *preflight.shared_spaces()]
+    with pytest.raises(preflight.NotReadyError) as raised:
+        preflight.check(environment=tmp_path / "venv", needs=needs)
+    assert f"set {variable} to a folder" in str(raised.value)
+    assert str(bad) in str(raised.value)
+
+
 @pytest.mark.parametrize("blocked", ["file", "closed", "none"])
 def test_the_cache_names_its_variable(blocked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "parent" / "cache"
@@ -215,7 +259,7 @@ def test_the_cache_names_its_variable(blocked: str, tmp_path: Path, monkeypatch:
         folder.parent.write_text("")
     elif blocked == "closed":
         folder.mkdir(parents=True)
-        monkeypatch.setattr(preflight.os, "access", lambda path, mode: False)
+        refuse_writing(monkeypatch)
     else:
         monkeypatch.delenv("ATTN_BACKEND_CACHE")
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from .. import preflight
 from ..jit import code_address, compilers, cubins, kernel_cache, manifest
+from ..jit.progress import status
 from ..releases import RELEASES, VLLM_CPU, installed_release, was_checked
 from ..settings import PREFIX, Settings, unknown_variables
 from .console import print_table
@@ -300,7 +301,9 @@ def _engine(name: str, group: str, usage: str) -> list[Finding]:
         )
     if name == "vllm" and not _sees_a_gpu():
         usage = "ATTN_BACKEND_VLLM_CPU=1: on a CPU vLLM has no option to choose a backend"
-    return [*findings, guarded(f"{name} plugin", entries[0].load, f"registered; use {usage}")]
+    # stdout may be JSON
+    with status("attn-backend doctor", f"importing {name}", sys.stderr):
+        return [*findings, guarded(f"{name} plugin", entries[0].load, f"registered; use {usage}")]
 
 
 def engine_release(engine: str, found: str) -> Finding:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 T = TypeVar("T")
 
@@ -38,19 +38,23 @@ def shown(text: str) -> Iterator[None]:
         yield
 
 
-def _replace_line(text: str) -> None:
+def _replace_line(stream: TextIO, text: str) -> None:
     """Replaces the terminal's current line with the text."""
-    sys.stdout.write(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}")
-    sys.stdout.flush()
+    stream.write(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}")
+    stream.flush()
 
 
 @contextlib.contextmanager
-def status(who: str, what: str) -> Iterator[Callable[[str], None]]:
-    """Shows on stdout what is running, and for how long. On a terminal it is a live line; elsewhere, and in
-    other threads, a plain line now and then.
+def status(who: str, what: str, stream: TextIO | None = None) -> Iterator[Callable[[str], None]]:
+    """Shows what is running, and for how long. On a terminal it is a live line; elsewhere, and in other
+    threads, a plain line now and then.
 
     Yields a function that sets the text, such as "requests 3 of 32"; `who` is its prefix.
+
+    Args:
+        stream: default: the stdout of this moment, even if the body redirects stdout.
     """
+    stream = stream or sys.stdout
     begin, ended = time.monotonic(), threading.Event()
 
     def line() -> str:
@@ -65,19 +69,19 @@ def status(who: str, what: str) -> Iterator[Callable[[str], None]]:
             show()
 
     with contextlib.ExitStack() as stack:
-        show, every_s = (lambda: print(line(), flush=True)), LINE_EVERY_S
-        if sys.stdout.isatty() and threading.current_thread() is threading.main_thread():
+        show, every_s = (lambda: print(line(), file=stream, flush=True)), LINE_EVERY_S
+        if stream.isatty() and threading.current_thread() is threading.main_thread():
             every_s = 1.0
             if find_spec("rich") is not None:
                 from rich.console import Console
                 from rich.text import Text
 
                 # slow refresh: a measurement may share the processor
-                moving = stack.enter_context(Console().status(Text(line()), refresh_per_second=4))
+                moving = stack.enter_context(Console(file=stream).status(Text(line()), refresh_per_second=4))
                 show = lambda: moving.update(Text(line()))  # noqa: E731
             else:
-                show = lambda: _replace_line(line())  # noqa: E731
-                stack.callback(_replace_line, "")
+                show = lambda: _replace_line(stream, line())  # noqa: E731
+                stack.callback(_replace_line, stream, "")
                 show()
         thread = threading.Thread(target=repeat, args=(show, every_s), daemon=True)
         thread.start()

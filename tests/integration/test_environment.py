@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -350,6 +351,41 @@ def test_modules_are_compiled_while_this_package_is_built(fails, tmp_path, monke
     assert not compiled.exists()
 
 
+def test_the_temporary_files_of_an_interrupted_venv_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+
+    def interrupted(folder, with_pip):
+        used = Path(os.environ["TMPDIR"])
+        assert used.parent == tmp_path
+        (used / "left").write_text("")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(environment.venv, "create", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        environment.make_environment(tmp_path / "venv", "check")
+    assert list(tmp_path.iterdir()) == []
+    assert os.environ["TMPDIR"] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "argument", ["ENGINE=no-engine", "MODEL=/no-model", "PYTHON=/no-python", "BASE_PYTHON=/no-python"]
+)
+def test_wrong_arguments_of_a_demo_are_named_before_anything_is_installed(argument, tmp_path):
+    venv = tmp_path / "venv"
+    done = subprocess.run(
+        ["make", "demo", f"VENV={venv}", f"PACKAGE={venv}", argument],
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {argument} ")
+    assert not done.stdout
+    assert not venv.exists()
+
+
 @pytest.mark.parametrize("missing", [True, False])
 def test_the_machine_is_checked_before_anything_is_downloaded(installed, tmp_path, monkeypatch, missing):
     """g++, the disk and the network do not matter if nothing has to be installed."""
@@ -360,7 +396,6 @@ def test_the_machine_is_checked_before_anything_is_downloaded(installed, tmp_pat
         assert not installed
 
     monkeypatch.setattr(environment.preflight, "check", check)
-    monkeypatch.setattr(environment.preflight, "uv_spaces", lambda folder, num_bytes: [])
     monkeypatch.setattr(environment, "compiled_modules", lambda python, folder: contextlib.nullcontext())
     monkeypatch.setattr(environment, "install_package", lambda python, stamp, arguments: None)
     if not missing:
