@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 INTERNAL = ("adr/", "internals/", "reports/", "notebook.md")
 LINKS = "<!-- project links -->"  # replaced on the landing page
 _COLOR = re.compile(r"#([0-9a-fA-F]{6})\b")
-_FIGURE = re.compile(r"!\[([^\]]*)\]\(([^()\s#]+)\.svg\)")
+_FIGURE = re.compile(r"!\[([^\]]*)\]\(([^()\s#]+)\.svg\)(\{[^}]*\})?")
 _DARKEST, _LIGHTEST = 0.13, 0.9  # lightness of what was white, and of what was black
 
 
@@ -63,7 +63,7 @@ def dark(svg: str) -> str:
 
 
 def in_both_palettes(markdown: str) -> str:
-    return _FIGURE.sub(r"![\1](\2.svg#only-light) ![\1](\2.dark.svg#only-dark)", markdown)
+    return _FIGURE.sub(r"![\1](\2.svg#only-light)\3 ![\1](\2.dark.svg#only-dark)\3", markdown)
 
 
 def changelog(text: str) -> str:

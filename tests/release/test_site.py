@@ -53,6 +53,9 @@ def test_a_figure_is_shown_in_both_palettes() -> None:
     assert site.in_both_palettes("![a](figures/b.svg)\n\n*c*") == (
         "![a](figures/b.svg#only-light) ![a](figures/b.dark.svg#only-dark)\n\n*c*"
     )
+    assert site.in_both_palettes("![a](b.svg){ .wide }") == (
+        "![a](b.svg#only-light){ .wide } ![a](b.dark.svg#only-dark){ .wide }"
+    )
 
 
 def page(uri: str) -> SimpleNamespace:
