@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -35,7 +36,8 @@ class Drawing:
         self, x: float, y: float, width: float, height: float, fill: str = PAPER, line: str = "none"
     ) -> None:
         self.parts.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="2" fill="{fill}" stroke="{line}"/>'
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="2" fill="{fill}" '
+            f'stroke="{line}"/>'
         )
 
     def line(
@@ -43,7 +45,8 @@ class Drawing:
     ) -> None:
         end = ' marker-end="url(#arrow)"' if arrow else ""
         self.parts.append(
-            f'<line x1="{x0:g}" y1="{y0:g}" x2="{x1:g}" y2="{y1:g}" stroke="{color}" stroke-width="1.5"{end}/>'
+            f'<line x1="{x0:g}" y1="{y0:g}" x2="{x1:g}" y2="{y1:g}" stroke="{color}" '
+            f'stroke-width="1.5"{end}/>'
         )
 
     def text(
@@ -133,15 +136,13 @@ def cut_batch(kv_lens: Sequence[int], num_ctas: int) -> tuple[list[Cut], list[in
     )
     lens = torch.tensor(kv_lens, dtype=torch.int32)
     attention.plan(
-        BSRView(
-            torch.arange(batch + 1, dtype=torch.int32), PageTable.block_table(table, lens, page_size)
-        )
+        BSRView(torch.arange(batch + 1, dtype=torch.int32), PageTable.block_table(table, lens, page_size))
     )
     schedule = attention.schedule()
     tiles = [int(n) for n in schedule.of_tiles("num_kv_tiles")[:batch]]
     positions = schedule.positions.tolist()
     cuts = []
-    for cta, (begin, end) in enumerate(zip(positions, positions[1:], strict=False)):
+    for cta, (begin, end) in enumerate(pairwise(positions)):
         for request in range(begin[0], min(end[0] + 1, batch)):
             first = begin[2] if request == begin[0] else 0
             last = end[2] if request == end[0] else tiles[request]
@@ -167,9 +168,7 @@ def schedule() -> str:
         middle = left + (begin + count / 2) * unit
         drawing.text(middle, 48, f"{LENGTHS[request]}", anchor="middle")
         for tile in range(count):
-            drawing.box(
-                left + (begin + tile) * unit + 0.5, top - 16, unit - 1, 30, SHADES[request % 2]
-            )
+            drawing.box(left + (begin + tile) * unit + 0.5, top - 16, unit - 1, 30, SHADES[request % 2])
     drawing.text(left, 124, "its four intervals, one a CTA", bold=True)
     y = 142.0
     for cta in range(num_ctas):
@@ -351,7 +350,8 @@ def masks() -> str:
                 if token == SIDE or line[token] != line[begin]:
                     drawing.parts.append(
                         f'<rect x="{x + begin * cell:g}" y="{y + query * cell:g}" '
-                        f'width="{(token - begin) * cell - 1:g}" height="{cell - 1:g}" fill="{_mix(line[begin])}"/>'
+                        f'width="{(token - begin) * cell - 1:g}" height="{cell - 1:g}" '
+                        f'fill="{_mix(line[begin])}"/>'
                     )
                     begin = token
     return drawing.svg()

@@ -99,7 +99,9 @@ def draw_bars(axes: Axes, title: str, values: Mapping[str, Mapping[str, float]],
 
 
 def legend(axes: Axes, columns: int = 1) -> None:
-    axes.legend(frameon=False, fontsize=SIZE - 1, loc="upper center", bbox_to_anchor=(0.42, -0.02), ncols=columns)
+    axes.legend(
+        frameon=False, fontsize=SIZE - 1, loc="upper center", bbox_to_anchor=(0.42, -0.02), ncols=columns
+    )
 
 
 def draw_serving(found: dict[str, dict[str, dict[str, float]]], path: Path) -> None:
@@ -156,7 +158,9 @@ def draw_prefixes(path: Path) -> None:
         "FA3": "FA3",
         "FlashInfer, hand-made cascade": "FI cascade, fa2",
     }
-    values = {case: {name: float(cells[column]) for name, column in columns.items()} for case, cells in rows.items()}
+    values = {
+        case: {name: float(cells[column]) for name, column in columns.items()} for case, cells in rows.items()
+    }
     values = {case: bars for case, bars in values.items() if not case.startswith("8 x")}
     figure, (axes,) = panels(1, 520)
     draw_bars(axes, "requests x (shared + own tokens): µs of one decode launch", values, "%.0f")
@@ -167,10 +171,21 @@ def draw_prefixes(path: Path) -> None:
 def draw_fp8(path: Path) -> None:
     """Decodes over an 8-bit cache, beside the 16-bit one and the peers."""
     rows = table("fp8", "bf16", "fp8", "FA3 fp8")
-    columns = {"8-bit cache": "fp8", "16-bit cache": "bf16", "FA3, 8-bit": "FA3 fp8", "FlashInfer, 8-bit": "FlashInfer fp8"}
-    cases = {"decode bs1 8k": "1 x 8k", "decode bs16 1k": "16 x 1k", "decode bs64 4k": "64 x 4k", "decode bs1 128k": "1 x 128k"}
+    columns = {
+        "8-bit cache": "fp8",
+        "16-bit cache": "bf16",
+        "FA3, 8-bit": "FA3 fp8",
+        "FlashInfer, 8-bit": "FlashInfer fp8",
+    }
+    cases = {
+        "decode bs1 8k": "1 x 8k",
+        "decode bs16 1k": "16 x 1k",
+        "decode bs64 4k": "64 x 4k",
+        "decode bs1 128k": "1 x 128k",
+    }
     values = {
-        label: {name: float(rows[case][column]) for name, column in columns.items()} for case, label in cases.items()
+        label: {name: float(rows[case][column]) for name, column in columns.items()}
+        for case, label in cases.items()
     }
     figure, (axes,) = panels(1, 430)
     draw_bars(axes, "decode: µs of one attention launch", values, "%.0f")
@@ -181,7 +196,11 @@ def draw_fp8(path: Path) -> None:
 def draw_plans(path: Path) -> None:
     """µs of a plan in a captured graph, by batch size."""
     rows = table("plan", "20 plans / 20", "prefixes taken")
-    kinds = {"nothing shared": "nothing shared", "one shared prefix": "one shared prefix", "two-level tree": "two-level tree"}
+    kinds = {
+        "nothing shared": "nothing shared",
+        "one shared prefix": "one shared prefix",
+        "two-level tree": "two-level tree",
+    }
     values = {
         f"{batch} requests": {
             label: float(rows[f"{batch} x 4096: {kind}"]["20 plans / 20"]) for label, kind in kinds.items()

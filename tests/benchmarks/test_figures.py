@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,7 @@ def test_the_drawn_schedule_covers_every_kv_tile_once() -> None:
         mine = sorted((cut.begin, cut.end) for cut in cuts if cut.request == request)
         assert mine[0][0] == 0
         assert mine[-1][1] == count
-        assert all(before[1] == after[0] for before, after in zip(mine, mine[1:], strict=False))
+        assert all(before[1] == after[0] for before, after in pairwise(mine))
 
 
 @pytest.mark.parametrize("name", sorted(diagrams.MASKS))
