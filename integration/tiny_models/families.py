@@ -11,6 +11,7 @@ from typing import Any
 
 import transformers
 
+from attn_backend.adapters.own_kernels import ENGINE_NAMES
 from integration.tiny_models.tokenizer import BOS, EOS, IMAGE_TOKENS, NEWLINES, PAD, VOCAB
 
 WINDOW = 24
@@ -445,7 +446,7 @@ FAMILIES = {
         Family(
             "bloom",
             "ALiBi",
-            "BLOOM, Falcon-RW; Baichuan 13B is below",
+            "BLOOM, Falcon-RW",
             _bloom,
             stock=("vllm",),
             engines={"vllm": {}},
@@ -506,8 +507,8 @@ FAMILIES = {
         ),
         Family(
             "gemma4_images",
-            "images see both sides, cut by a window",
-            "larger ones of Gemma 4, with images",
+            "prefix-LM, cut by a window",
+            "larger Gemma 4 with images",
             _gemma4_images,
             "image",
             engines={
@@ -550,12 +551,10 @@ FAMILIES = {
 
 def matrix() -> str:
     """The served families, as a Markdown table (docs/engines.md)."""
-    lines = ["| what attention must do | models | vLLM | SGLang |", "|---|---|---|---|"]
+    lines = ["| models | attention | vLLM | SGLang |", "|---|---|---|---|"]
     for family in FAMILIES.values():
         cells = [
-            "served" if engine in family.engines else "has no such model" for engine in ("vllm", "sglang")
+            "yes" if engine in family.engines else f"not in {name}" for engine, name in ENGINE_NAMES.items()
         ]
-        if family.kind == "items":
-            cells[0] = "has no such option"
-        lines.append(f"| {family.asks} | {family.models} | {' | '.join(cells)} |")
+        lines.append(f"| {family.models} | {family.asks} | {' | '.join(cells)} |")
     return "\n".join(lines)
