@@ -1,5 +1,5 @@
-"""The pages of messages: each message that they explain still exists in the package or an engine, and each message
-that a user may meet is explained.
+"""The pages of messages: each message that they explain still exists in the package or an engine, and each
+message that a user may meet is explained.
 """
 
 from __future__ import annotations
