@@ -121,7 +121,7 @@ FEATURES: tuple[Feature, ...] = (
         "KV in host memory (OffloadingConnector, HiCache)",
         Cell(
             ("vllm-offloading",),
-            no_cpu="`vllm/v1/kv_offload/cpu/spec.py` (0.32) wants a GPU",
+            no_cpu="`vllm/v1/kv_offload/cpu/spec.py` (0.32) needs a GPU",
             option="--kv-offloading-size",
         ),
         Cell(
@@ -198,7 +198,7 @@ FEATURES: tuple[Feature, ...] = (
         Cell(("vllm-float8-cache",)),
         Cell(
             ("sglang-float8-cache",),
-            no_cpu="SGLang refuses 8-bit caches there to all backends but its `intel_amx`",
+            no_cpu="SGLang refuses 8-bit caches there to all backends except `intel_amx`",
         ),
     ),
     Feature(

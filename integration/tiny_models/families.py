@@ -464,7 +464,7 @@ FAMILIES = {
         ),
         Family(
             "modernbert",
-            "bidirectional, window to both sides",
+            "bidirectional, two-sided window",
             "ModernBERT, GTE",
             _modernbert,
             "embed",
@@ -473,7 +473,7 @@ FAMILIES = {
         ),
         Family(
             "embedding_gemma",
-            "bidirectional, window to both sides, in a decoder",
+            "bidirectional, two-sided window, in a decoder",
             "EmbeddingGemma",
             _embedding_gemma,
             "embed",
@@ -484,7 +484,7 @@ FAMILIES = {
         Family("llama4", "chunked local attention", "Llama 4", _llama4),
         Family(
             "gemma3",
-            "prefix-LM: images see both sides",
+            "prefix-LM in images",
             "Gemma 3 with images",
             _gemma3,
             "image",
@@ -494,10 +494,10 @@ FAMILIES = {
             },
             images=GEMMA3_IMAGES,
         ),
-        Family("gemma3n", "layers that share the cache of another", "Gemma 3n", _gemma3n),
+        Family("gemma3n", "layers that share another layer's cache", "Gemma 3n", _gemma3n),
         Family(
             "gemma4",
-            "heads of 256 and of 512 columns in one model",
+            "heads of 256 and 512 columns in one model",
             "Gemma 4",
             _gemma4,
             engines={
@@ -540,7 +540,7 @@ FAMILIES = {
         Family(
             "items",
             "several items after one prompt",
-            "any generating model with --enable-mis",
+            "any generating model with `--enable-mis`",
             _items,
             "items",
             engines={"sglang": {"enable_mis": True}},
