@@ -53,10 +53,10 @@ def table(report: str, *columns: str) -> Rows:
 
 
 def serving_tables(text: str) -> dict[str, dict[str, dict[str, float]]]:
-    """ITL p50 in ms by engine, line above the table, and backend: the tables of `Beside the engines' own
-    backends`.
+    """ITL p50 in ms by engine, line above the table, and backend: the tables of `Compared with the engines'
+    own backends`.
     """
-    section = text.partition("## Beside the engines' own backends")[2].partition("\n## ")[0]
+    section = text.partition("## Compared with the engines' own backends")[2].partition("\n## ")[0]
     found: dict[str, dict[str, dict[str, float]]] = {}
     engine = title = ""
     column = -1
