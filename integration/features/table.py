@@ -145,8 +145,7 @@ FEATURES: tuple[Feature, ...] = (
         Cell(
             ("sglang-nixl",),
             note="through NIXL",
-            no_cpu="`sglang/srt/disaggregation/nixl/conn.py` (0.5.23) takes the memory of pools for that of "
-            "a GPU",
+            no_cpu="`sglang/srt/disaggregation/nixl/conn.py` (0.5.23) expects the pools in GPU memory",
             option="--disaggregation-mode",
         ),
     ),
