@@ -190,7 +190,7 @@ def schedule() -> str:
 
 def launches() -> str:
     """A mixed batch as one launch for each kind of work, and as one launch for all."""
-    drawing = Drawing(300)
+    drawing = Drawing(292)
     left, lane = 8.0, 24.0
     drawing.text(left, 16, "a launch for each kind of work", bold=True)
     ends = [(290, 210), (270, 150), (296, 180), (240, 202)]
@@ -219,7 +219,7 @@ def launches() -> str:
 def prefix(requests: int = 4, shared: int = 8, own: int = 2) -> str:
     """Pages that a decode step reads: each request for itself, and the shared ones once."""
     cell, left = 26.0, 8.0
-    drawing = Drawing(330)
+    drawing = Drawing(300)
     reads = requests * (shared + own)
     drawing.text(left, 16, f"each request reads all of its pages: {reads} reads", bold=True)
     y = 34.0

@@ -7,11 +7,11 @@ python -m benchmarks.figures            # writes docs/figures/*.svg
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 
 from attn_backend.cli.main import main as attn_backend
 from attn_backend.cli.picture import INK, new_figure, write
@@ -23,7 +23,7 @@ PLANS = {
     "mixed": ["--mixed", "1x2048@6144+20x4096", "--num-ctas", "33"],
     "cascade": ["--shared-prefix", "4x8x4096+1024+256", "--num-ctas", "33"],
 }
-LOADS = {"ShareGPT": "16/s", "512-2048 tokens": "Prompts of", "shared prefix of 4096": "One shared prefix"}
+LOADS = {"ShareGPT": "16/s", "512-2048 tokens": "Prompts of", "shared prefix": "One shared prefix"}
 OURS, PEERS = "#d62728", ("#777777", "#9a9a9a", "#bdbdbd", "#d9d9d9")
 WIDTH, SIZE = 640, 12  # pixels and points: text is readable where the figure is 400 pixels wide
 
@@ -73,11 +73,12 @@ def serving_tables(text: str) -> dict[str, dict[str, dict[str, float]]]:
     return found
 
 
-def panels(count: int, height: float) -> tuple[Figure, Sequence[Axes]]:
-    """A column of plots, each this high."""
+def panels(count: int, height: float) -> tuple[Figure, list[tuple[SubFigure, Axes]]]:
+    """A column of plots, each this high, with room for its legend."""
     figure = new_figure(WIDTH, count * height)
     figure.set_layout_engine("constrained")
-    return figure, figure.subplots(count, 1, squeeze=False)[:, 0]
+    parts = figure.subfigures(count, 1, squeeze=False)[:, 0]
+    return figure, [(part, part.subplots()) for part in parts]
 
 
 def draw_bars(axes: Axes, title: str, values: Mapping[str, Mapping[str, float]], form: str = "%.1f") -> None:
@@ -98,28 +99,26 @@ def draw_bars(axes: Axes, title: str, values: Mapping[str, Mapping[str, float]],
     axes.tick_params(bottom=False, labelbottom=False, left=False)
 
 
-def legend(axes: Axes, columns: int = 1) -> None:
-    axes.legend(
-        frameon=False, fontsize=SIZE - 1, loc="upper center", bbox_to_anchor=(0.42, -0.02), ncols=columns
-    )
+def legend(part: SubFigure, columns: int) -> None:
+    part.legend(frameon=False, fontsize=SIZE - 1, loc="outside lower center", ncols=columns)
 
 
 def draw_serving(found: dict[str, dict[str, dict[str, float]]], path: Path) -> None:
     """A panel for each engine: ITL p50 of each backend under three loads, without the lines that disable a
     feature.
     """
-    figure, places = panels(len(found), 390)
-    for axes, (engine, loads) in zip(places, found.items(), strict=True):
+    figure, places = panels(len(found), 310)
+    for (part, axes), (engine, loads) in zip(places, found.items(), strict=True):
         values = {
             label: {
                 name: value
-                for name, value in next(rows for title, rows in loads.items() if part in title).items()
+                for name, value in next(rows for title, rows in loads.items() if words in title).items()
                 if "," not in name
             }
-            for label, part in LOADS.items()
+            for label, words in LOADS.items()
         }
         draw_bars(axes, f"{engine}: ms between two tokens (ITL p50)", values)
-        legend(axes, 4)
+        legend(part, 4)
     write(figure, path)
 
 
@@ -143,9 +142,9 @@ def draw_kernels(path: Path) -> None:
         }
         for label, case in KERNELS.items()
     }
-    figure, (axes,) = panels(1, 520)
+    figure, ((part, axes),) = panels(1, 520)
     draw_bars(axes, "time of one attention launch; 1 is the device's floor", values, "%.2f")
-    legend(axes, 3)
+    legend(part, 3)
     write(figure, path)
 
 
@@ -156,15 +155,15 @@ def draw_prefixes(path: Path) -> None:
         "cascade on": "automatic",
         "cascade off": "off",
         "FA3": "FA3",
-        "FlashInfer, hand-made cascade": "FI cascade, fa2",
+        "FlashInfer, by hand": "FI cascade, fa2",
     }
     values = {
         case: {name: float(cells[column]) for name, column in columns.items()} for case, cells in rows.items()
     }
     values = {case: bars for case, bars in values.items() if not case.startswith("8 x")}
-    figure, (axes,) = panels(1, 520)
-    draw_bars(axes, "requests x (shared + own tokens): µs of one decode launch", values, "%.0f")
-    legend(axes, 2)
+    figure, ((part, axes),) = panels(1, 520)
+    draw_bars(axes, "decode, requests x (shared + own tokens): µs", values, "%.0f")
+    legend(part, 2)
     write(figure, path)
 
 
@@ -187,9 +186,9 @@ def draw_fp8(path: Path) -> None:
         label: {name: float(rows[case][column]) for name, column in columns.items()}
         for case, label in cases.items()
     }
-    figure, (axes,) = panels(1, 430)
+    figure, ((part, axes),) = panels(1, 430)
     draw_bars(axes, "decode: µs of one attention launch", values, "%.0f")
-    legend(axes, 2)
+    legend(part, 2)
     write(figure, path)
 
 
@@ -207,9 +206,9 @@ def draw_plans(path: Path) -> None:
         }
         for batch in (1, 16, 64, 256, 512)
     }
-    figure, (axes,) = panels(1, 430)
+    figure, ((part, axes),) = panels(1, 430)
     draw_bars(axes, "plan, once a step: µs of the GPU", values)
-    legend(axes, 3)
+    legend(part, 3)
     write(figure, path)
 
 

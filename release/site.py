@@ -21,6 +21,7 @@ LINKS = "<!-- project links -->"  # replaced on the landing page
 _COLOR = re.compile(r"#([0-9a-fA-F]{6})\b")
 _FIGURE = re.compile(r"!\[([^\]]*)\]\(([^()\s#]+)\.svg\)(\{[^}]*\})?")
 _DARKEST, _LIGHTEST = 0.13, 0.9  # lightness of what was white, and of what was black
+_PAPER = "#1e2129"  # the background of Material's dark pages
 
 
 def project_urls(pyproject: str) -> dict[str, str]:
@@ -53,6 +54,8 @@ def dark(svg: str) -> str:
     """The figure for a dark page: lightness is reversed, hue and saturation stay."""
 
     def reverse(match: re.Match[str]) -> str:
+        if match[1].lower() == "ffffff":
+            return _PAPER
         red, green, blue = (int(match[1][i : i + 2], 16) / 255 for i in (0, 2, 4))
         hue, lightness, saturation = colorsys.rgb_to_hls(red, green, blue)
         lightness = _DARKEST + (1 - lightness) * (_LIGHTEST - _DARKEST)
