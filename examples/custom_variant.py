@@ -94,11 +94,13 @@ def weights(bias: Tensor, tokens: int) -> Tensor:
 
 
 def picture(bias: Tensor, tokens: int = 12) -> str:
-    """3. A square for each head: queries from top to bottom, tokens from left to right."""
+    """3. A square for each head: queries from top to bottom, tokens from left to right. Weights below 0.02 are
+    blank.
+    """
     of_heads = weights(bias, tokens)
     lines = ["   ".join(f"head {h}".ljust(2 * tokens) for h in range(HEADS))]
     for query in range(tokens):
-        shades = (of_heads[:, query] * (len(SHADES) - 1)).round().int().tolist()
+        shades = ((of_heads[:, query] - 0.02) * (len(SHADES) - 1)).ceil().clamp(min=0).int().tolist()
         lines.append("   ".join("".join(2 * SHADES[shade] for shade in row) for row in shades))
     return "\n".join(line.rstrip() for line in lines)
 
