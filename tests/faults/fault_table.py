@@ -1048,6 +1048,20 @@ FAULTS = (
         ("tests/integration/test_new_releases.py",),
     ),
     Fault(
+        "features: a refused feature is shown as working",
+        "integration/features/table.py",
+        '    answer = "yes" if cell.works else "no"',
+        '    answer = "yes"',
+        ("tests/integration/test_features_cpu.py", "-k", "answers_have"),
+    ),
+    Fault(
+        "features: a table of the documentation stays as it was",
+        "integration/features/table.py",
+        'rf"^{re.escape(header)}\\n(?:\\|.*\\n)*", lambda _: f"{table}\\n"',
+        'rf"^{re.escape(header)}\\n(?:\\|.*\\n)*", lambda found: found[0]',
+        ("tests/integration/test_features_cpu.py", "-k", "replaced"),
+    ),
+    Fault(
         "vLLM: its own name pickles as a value that other processes do not know yet",
         "attn_backend/adapters/vllm/compat.py",
         "        member.__reduce_ex__ = lambda protocol: (_own_name, (path,))\n",
