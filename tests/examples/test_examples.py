@@ -148,7 +148,21 @@ def test_agents_read_each_context_once(example: ModuleType, capsys: pytest.Captu
     options = (torch.float32, "cpu")
     load = example.make(example.SMALL, agents, contexts, context, *options)
     assert load.read_once == load.read - (agents - contexts) * context
-    model = example.DecodeStep(example.SMALL, agents, *options)
+    shape = example.SMALL
+    attention = example.Attention(
+        shape.num_qo_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        dtype=torch.float32,
+        device="cpu",
+        max_rows=agents,
+        max_batch=agents,
+    )
+    attention.plan(load.view)
+    taken = [node for node in attention.schedule().forest if node.group >= 0]
+    assert [node.num_requests for node in taken] == [agents // contexts] * contexts
+    assert {node.end_page * example.PAGE_SIZE for node in taken} == {context}
+    model = example.DecodeStep(shape, agents, *options)
     off, on = (example.step_of(model, load, agents, cascade, *options)() for cascade in (False, True))
     torch.testing.assert_close(on, off, rtol=1e-4, atol=1e-4)
     times = example.main(["--device", "cpu", "--agents", "6", "--context", "1024"])
