@@ -100,7 +100,8 @@ def draw_bars(axes: Axes, title: str, values: Mapping[str, Mapping[str, float]],
 
 
 def legend(part: SubFigure, columns: int) -> None:
-    part.legend(frameon=False, fontsize=SIZE - 1, loc="outside lower center", ncols=columns)
+    style = {"frameon": False, "fontsize": SIZE - 1, "handlelength": 1.2, "columnspacing": 1.2}
+    part.legend(loc="outside lower center", ncols=columns, **style)
 
 
 def draw_serving(found: dict[str, dict[str, dict[str, float]]], path: Path) -> None:

@@ -94,8 +94,8 @@ def weights(bias: Tensor, tokens: int) -> Tensor:
 
 
 def picture(bias: Tensor, tokens: int = 12) -> str:
-    """3. A square for each head: queries from top to bottom, tokens from left to right. Weights below 0.02 are
-    blank.
+    """3. A square for each head: queries from top to bottom, tokens from left to right. Weights below
+    0.02 are blank.
     """
     of_heads = weights(bias, tokens)
     lines = ["   ".join(f"head {h}".ljust(2 * tokens) for h in range(HEADS))]

@@ -84,7 +84,8 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    from mkdocs.structure.files import File  # only the environment of the site has it
+    # only the site's environment has it
+    from mkdocs.structure.files import File  # type: ignore[import-not-found]
 
     for file in [*files]:
         if file.src_uri.endswith(".svg"):
