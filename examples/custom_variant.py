@@ -3,9 +3,9 @@ T5, arXiv 1910.10683).
 
     python examples/custom_variant.py
 
-1. The idea is two Python functions. 2. Autograd learns the bias through plain PyTorch. 3. The variant is
-compared with float64 on a CPU. 4. It serves prompts of different lengths, then decodes, from a paged cache.
-For a GPU only `device` changes.
+1. The idea is two Python functions. 2. Autograd learns the bias through plain PyTorch. 3. A picture shows
+the attention of each head before and after. 4. The variant is compared with float64 on a CPU. 5. It serves
+prompts of different lengths, then decodes, from a paged cache. For a GPU only `device` changes.
 """
 
 from __future__ import annotations
@@ -68,8 +68,45 @@ def learn(steps: int) -> Tensor:
     return bias.detach()
 
 
+SHADES = " ░▒▓█"
+
+
+def weights(bias: Tensor, tokens: int) -> Tensor:
+    """Attention weights [HEADS, queries, tokens], by the variant's kernel: each token's value is a row of the
+    identity, so the outputs are the weights.
+    """
+    q, k = torch.zeros(tokens, HEADS, HEAD_DIM), torch.zeros(tokens, KV_HEADS, HEAD_DIM)
+    v = torch.eye(tokens, HEAD_DIM)[:, None].repeat(1, KV_HEADS, 1)
+    attention = Attention(
+        HEADS,
+        KV_HEADS,
+        HEAD_DIM,
+        dtype=torch.float32,
+        device="cpu",
+        max_rows=tokens,
+        max_batch=1,
+        variant=variant,
+    )
+    indptr = torch.tensor([0, tokens], dtype=torch.int32)
+    attention.plan(BSRView(indptr, PageTable.ragged(indptr)))
+    out = attention.run(q, KVCache.from_ragged(k, v), variant_args={"bias": bias})
+    return out[:, :, :tokens].transpose(0, 1)
+
+
+def picture(bias: Tensor, tokens: int = 12) -> str:
+    """3. A square for each head: queries from top to bottom, tokens from left to right. Weights below
+    0.02 are blank.
+    """
+    of_heads = weights(bias, tokens)
+    lines = ["   ".join(f"head {h}".ljust(2 * tokens) for h in range(HEADS))]
+    for query in range(tokens):
+        shades = ((of_heads[:, query] - 0.02) * (len(SHADES) - 1)).ceil().clamp(min=0).int().tolist()
+        lines.append("   ".join("".join(2 * SHADES[shade] for shade in row) for row in shades))
+    return "\n".join(line.rstrip() for line in lines)
+
+
 def check(bias: Tensor) -> float:
-    """3. Largest difference from float64, for a chunk of 7 queries after 40 tokens, on a CPU."""
+    """4. Largest difference from float64, for a chunk of 7 queries after 40 tokens, on a CPU."""
     q, k, v = torch.randn(7, HEADS, HEAD_DIM), *torch.randn(2, 47, KV_HEADS, HEAD_DIM)
     attention = Attention(
         HEADS, KV_HEADS, HEAD_DIM, dtype=torch.float32, device="cpu", max_rows=7, max_batch=1, variant=variant
@@ -80,7 +117,7 @@ def check(bias: Tensor) -> float:
 
 
 def serve(bias: Tensor, device: str, steps: int) -> float:
-    """4. Largest difference from plain PyTorch over prompts of several lengths and the decodes after them."""
+    """5. Largest difference from plain PyTorch over prompts of several lengths and the decodes after them."""
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     bias = bias.to(device)
     lengths, pages_each = [5, 33, 100], 8
@@ -133,10 +170,12 @@ def main(argv: list[str] | None = None) -> tuple[Tensor, float, float]:
     arguments = parser.parse_args(argv)
     device = llama.pick_device(arguments.device)
     torch.manual_seed(0)
+    print(f"before learning, every token has the same weight:\n{picture(torch.zeros(HEADS, DISTANCES))}\n")
     bias = learn(arguments.steps)
+    print(f"\nafter learning, head h looks h + 1 tokens back:\n{picture(bias)}\n")
     print("heads look back by", bias.argmax(1).tolist())
     difference = check(bias)
-    print(f"on a CPU, beside float64: largest difference {difference:.1e}")
+    print(f"on a CPU, compared with float64: largest difference {difference:.1e}")
     served = serve(bias, device, 20)
     print(f"served on {device}: largest difference {served:.1e}")
     return bias, difference, served

@@ -5,6 +5,7 @@ one. The caller provides attention.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from packages import needs
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
+from attn_backend.cache_folder import VARIABLE, cache_folder
 from attn_backend.variants import builtin
 
 # (layer, q, k, v) -> attention output, all [tokens, heads, head_dim]
@@ -183,6 +185,12 @@ def byte_text(tokens: list[int]) -> str:
     byte.
     """
     return "".join(chr(token) if 32 <= token < 127 else "·" for token in tokens)
+
+
+def small_model() -> str:
+    """SmolLM2-135M: the folder that `make demo` filled, or its name on the hub."""
+    folder = cache_folder(os.environ.get(VARIABLE)) / "models/smollm2-135m-instruct"
+    return str(folder) if (folder / "config.json").is_file() else "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def pick_device(wanted: str | None) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from packages import needs
 from torch import Tensor
 
 from attn_backend import Attention, BSRView, KVCache, PageTable, append_kv
@@ -126,8 +127,10 @@ def register() -> None:
         return AttnBackend(get_global_ctx(), *heads)
 
 
+SOURCE = "git+https://github.com/sgl-project/mini-sglang"
 if __name__ in ("__main__", "__mp_main__"):  # the second in a spawned scheduler
-    register()
+    with needs("mini-sglang", source=SOURCE):
+        register()
 if __name__ == "__main__":
     from minisgl.server import launch_server
 

@@ -8,11 +8,15 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def needs(*packages: str) -> Iterator[None]:
-    """Around imports of these packages: a missing or too old one ends the program with exit status 1."""
+def needs(*packages: str, source: str = "") -> Iterator[None]:
+    """Around imports of these packages: a missing or too old one ends the program with exit status 1.
+
+    source: what pip installs, if that is not the packages' names.
+    """
     try:
         yield
     except ImportError as error:
         sys.exit(
-            f"error: {error}. This needs {' and '.join(packages)}: pip install --upgrade {' '.join(packages)}"
+            f"error: {error}. This needs {' and '.join(packages)}: "
+            f"pip install --upgrade {source or ' '.join(packages)}"
         )

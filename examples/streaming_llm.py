@@ -1,10 +1,12 @@
 """Streaming-LLM (arXiv 2309.17453): endless text in a cache of constant size, even beyond the length that a
 model was trained for.
 
-    # a small random model: shows that it runs
+    # SmolLM2-135M, from the hub or from `make demo`
     python examples/streaming_llm.py
     # past the model's context of 8192
-    python examples/streaming_llm.py --model HuggingFaceTB/SmolLM2-135M-Instruct --tokens 10000
+    python examples/streaming_llm.py --tokens 10000
+    # a small random model, which needs no download: shows that it runs
+    python examples/streaming_llm.py --model random
     # rotation inside of attention, compared with rotation of the whole cache, at the shape of Vicuna-13B
     python examples/streaming_llm.py --benchmark
 
@@ -210,7 +212,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", help="folder or name on the hub; default: small and random")
+    parser.add_argument(
+        "--model", help="folder or name on the hub, or `random`: small; default: SmolLM2-135M-Instruct"
+    )
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
     parser.add_argument("--tokens", type=int, default=1024, help="of text")
     parser.add_argument("--window", type=int, default=256, help="tokens that the cache keeps after the sinks")
@@ -235,7 +239,8 @@ def main(argv: list[str] | None = None) -> None:
         ):
             print(f"{window:8} {fused:10.2f} {unfused:12.2f} {unfused / fused:16.2f}")
         return
-    model = llama.load(arguments.model, device)
+    name = arguments.model or llama.small_model()
+    model = llama.load(None if name == "random" else name, device)
     tokens = model.encode(arguments.text.read_text())[: arguments.tokens]
     every = max(len(tokens) // 8, PAGE_SIZE)
     print(

@@ -1,7 +1,7 @@
 """Models that choose their attention kernels themselves, whatever backend the user chose.
 
-The adapters see this once a model is built (served.py). This table tells it before: `attn-backend doctor
---model` reads it, and docs/engines.md shows it.
+The adapters see this once a model is built (served.py). `attn-backend doctor --model` reads this table before
+an engine starts. docs/engines/limits.md shows it, and docs/reports/models.md with files and lines.
 """
 
 from __future__ import annotations
@@ -217,20 +217,26 @@ def judge(engine: str, model: Checkpoint, other_backend: str) -> Verdict:
     return Verdict(PARTLY, ours=tuple(sorted({*all_layers} - {*others})), others=others)
 
 
-def matrix() -> str:
-    """The models, as a Markdown table (docs/engines.md)."""
+def matrix(with_lines: bool = False) -> str:
+    """The models, as a Markdown table for docs/engines/limits.md.
+
+    Args:
+        with_lines: also the files and lines that choose the kernels, for docs/reports/models.md.
+    """
     from attn_backend.releases import RELEASES
 
     lines = [f"| model | vLLM {RELEASES['vllm'][-1]} | SGLang {RELEASES['sglang'][-1]} |", "|---|---|---|"]
     for entry in OWN_KERNELS:
-        lines.append(f"| {entry.models} | {_cell(entry.vllm)} | {_cell(entry.sglang)} |")
+        lines.append(
+            f"| {entry.models} | {_cell(entry.vllm, with_lines)} | {_cell(entry.sglang, with_lines)} |"
+        )
     return "\n".join(lines)
 
 
-def _cell(choice: Choice | Missing | None) -> str:
+def _cell(choice: Choice | Missing | None, with_lines: bool) -> str:
     if choice is None:
         return "ours"
     if isinstance(choice, Missing):
         return "has no such model"
     files = ", ".join(f"`{where}`" for where in choice.where)
-    return f"{choice.shown}: {files}" if files else choice.shown
+    return f"{choice.shown}: {files}" if files and with_lines else choice.shown

@@ -1,13 +1,13 @@
 """The last result of each test or server that shows an engine feature: docs/features.json, the source of the
-matrix in docs/engines.md.
+tables in docs/engines.md and docs/reports/features.md.
 
-    # runs the tests that the matrix names (default: all) and notes how they ended
+    # runs the tests that the tables name (default: all) and notes how they ended
     python -m integration.features.outcomes [NAME ...]
     # their cases for GPUs, on one, of the engine that is installed
     python -m integration.features.outcomes --device cuda
     # the same for servers, with --device cuda on a GPU
     python -m integration.features.serve --record [RUN ...]
-    # prints the matrix, for the page
+    # writes the tables into the pages
     python -m integration.features.table
 
 A test's NAME is FILE::FUNCTION. Exit status: 1 if one failed.

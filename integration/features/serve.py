@@ -191,7 +191,7 @@ def listed(name: str, run: Run, device: str) -> str:
 def cannot(run: Run, device: str) -> str | None:
     """Why a run cannot take place here."""
     if device not in run.devices:
-        return f"{run.engine} cannot on this device (docs/engines.md says why)"
+        return f"{run.engine} cannot on this device (docs/reports/features.md says why)"
     if importlib.util.find_spec(run.engine) is None:
         return f"{run.engine} is not installed"
     if run.since is not None and Version(version(run.engine)) < Version(run.since):

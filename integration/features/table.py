@@ -1,16 +1,24 @@
-"""The engine features that work with this backend: the matrix of docs/engines.md.
+"""The tables of engine features: yes or no for users in docs/engines.md, and the evidence in
+docs/reports/features.md.
 
-It is built from the last results of tests and servers (integration/features/outcomes.py).
+They are built from the last results of tests and servers (integration/features/outcomes.py).
 
-python -m integration.features.table            # prints it
+python -m integration.features.table            # writes them into both pages
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
+from attn_backend.adapters.own_kernels import ENGINE_NAMES as WRITTEN
+from attn_backend.releases import RELEASES
+from integration.environment import REPOSITORY
 from integration.features.outcomes import DEVICE_NAMES, ENGINE_NAMES, Outcomes, Seen, read_outcomes
 
+USERS_PAGE = REPOSITORY / "docs" / "engines.md"
+REPORT = REPOSITORY / "docs" / "reports" / "features.md"
 ADAPTERS = "tests/adapters"
 TINY_MODELS = "tests/integration/test_tiny_models_cpu.py::test_answers_are_those_of_the_reference"
 DRAFTS = "tests/integration/test_serving_cpu.py::test_drafts_change_no_token"
@@ -21,15 +29,20 @@ class Cell:
     """
     Attributes:
         shown: its evidence: runs of `integration.features.serve`, and tests (FILE::NAME).
-        says: the entry if all of these succeeded on the devices where they ran; without any, always.
+        works: the answer if all of these succeeded on the devices where they ran. None: the engine has no
+            such feature.
+        note: a condition or a reason.
         no_cpu: why a CPU cannot show a feature that runs only on GPUs.
         option: the engine's option that enables it; for drafts, the method or algorithm.
+        since: the first release in which it works; empty: the oldest supported release.
     """
 
     shown: tuple[str, ...] = ()
-    says: str = "works"
+    works: bool | None = True
+    note: str = ""
     no_cpu: str = ""
     option: str = ""
+    since: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,7 +55,7 @@ class Feature:
         return self.vllm if engine == "vllm" else self.sglang
 
 
-NO_OPTION = Cell(says="has no such option")
+MISSING = Cell(works=None)
 TP, TP_IN_SGLANG, DCP = "--tensor-parallel-size", "--tp-size", "--decode-context-parallel-size"
 
 
@@ -61,7 +74,7 @@ FEATURES: tuple[Feature, ...] = (
         "pipeline parallel 2",
         Cell(
             ("vllm-pipeline",),
-            "works; on a CPU not with `--enforce-eager`",
+            note="on a CPU not with `--enforce-eager`",
             option="--pipeline-parallel-size",
         ),
         Cell(("sglang-pipeline",), option="--pp-size"),
@@ -79,10 +92,12 @@ FEATURES: tuple[Feature, ...] = (
                 f"{ADAPTERS}/vllm/test_vllm_dcp.py::test_random_batches",
                 f"{ADAPTERS}/vllm/test_vllm_dcp.py::test_deployments_that_are_refused",
             ),
-            "works; refused on CPUs",
+            note="on GPUs",
             option=DCP,
         ),
-        Cell((f"{ADAPTERS}/sglang/test_sglang_support.py::test_refused_options",), "refused: `--dcp-size 1`"),
+        Cell(
+            (f"{ADAPTERS}/sglang/test_sglang_support.py::test_refused_options",), False, "pass `--dcp-size 1`"
+        ),
     ),
     Feature(
         "decode context parallel 2, MLA",
@@ -91,12 +106,14 @@ FEATURES: tuple[Feature, ...] = (
                 "vllm-decode-context-parallel-mla",
                 f"{ADAPTERS}/vllm/test_vllm_dcp.py::test_deployments_that_are_refused",
             ),
-            "works; refused on CPUs",
+            note="on GPUs",
             option=DCP,
         ),
-        Cell((f"{ADAPTERS}/sglang/test_sglang_support.py::test_refused_options",), "refused: `--dcp-size 1`"),
+        Cell(
+            (f"{ADAPTERS}/sglang/test_sglang_support.py::test_refused_options",), False, "pass `--dcp-size 1`"
+        ),
     ),
-    Feature("multi-item scoring", NO_OPTION, Cell((TINY_MODELS,), option="--enable-mis")),
+    Feature("multi-item scoring", MISSING, Cell((TINY_MODELS,), option="--enable-mis")),
     Feature(
         "LoRA", Cell(("vllm-lora",), option="--enable-lora"), Cell(("sglang-lora",), option="--enable-lora")
     ),
@@ -104,7 +121,7 @@ FEATURES: tuple[Feature, ...] = (
         "KV in host memory (OffloadingConnector, HiCache)",
         Cell(
             ("vllm-offloading",),
-            no_cpu="`vllm/v1/kv_offload/cpu/spec.py` (0.32) wants a GPU",
+            no_cpu="`vllm/v1/kv_offload/cpu/spec.py` (0.32) needs a GPU",
             option="--kv-offloading-size",
         ),
         Cell(
@@ -120,29 +137,29 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "KV connector to a folder (ExampleConnector)",
         Cell(("vllm-pipeline", "vllm-folder"), option="--kv-transfer-config"),
-        NO_OPTION,
+        MISSING,
     ),
     Feature(
         "prefill and decode on two servers (PD)",
-        Cell(("vllm-nixl",), "works, through NIXL", option="--kv-transfer-config"),
+        Cell(("vllm-nixl",), note="through NIXL", option="--kv-transfer-config"),
         Cell(
             ("sglang-nixl",),
-            "works, through NIXL",
-            no_cpu="`sglang/srt/disaggregation/nixl/conn.py` (0.5.23) takes the memory of pools for that of "
-            "a GPU",
+            note="through NIXL",
+            no_cpu="`sglang/srt/disaggregation/nixl/conn.py` (0.5.23) expects the pools in GPU memory",
             option="--disaggregation-mode",
         ),
     ),
     Feature(
-        "halves of a step that overlap (DBO, TBO)",
+        "overlapped halves of a step (DBO, TBO)",
         Cell(
             (f"{ADAPTERS}/vllm/test_vllm_attention.py::test_halves_of_a_step_that_overlap",),
-            "works in the adapter; vLLM cannot on a CPU",
+            note="tested in the adapter",
+            no_cpu="vLLM turns it off there",
             option="--enable-dbo",
         ),
         Cell(
             (f"{ADAPTERS}/sglang/test_sglang_backend.py::test_halves_of_a_step_that_overlap",),
-            "works in the adapter",
+            note="tested in the adapter",
             option="--enable-two-batch-overlap",
         ),
     ),
@@ -150,11 +167,11 @@ FEATURES: tuple[Feature, ...] = (
         "full CUDA graphs",
         Cell(
             (f"{ADAPTERS}/vllm/test_vllm_backend.py::test_every_batch_may_be_a_full_cuda_graph",),
-            "works, any batch",
+            note="any batch",
         ),
         Cell(
             (f"{ADAPTERS}/sglang/test_sglang_backend.py::test_captured_decode",),
-            "works: decode, verify and draft steps",
+            note="decode, verify and draft steps",
         ),
     ),
     Feature(
@@ -165,33 +182,37 @@ FEATURES: tuple[Feature, ...] = (
         ),
     ),
     Feature(
-        "`--disable-cascade-attn`",
+        "cascade can be turned off",
         Cell(
             (f"{ADAPTERS}/vllm/test_vllm_plugin.py::test_vllms_own_option_is_obeyed",),
-            "obeyed where it is typed; `ATTN_BACKEND_CASCADE=0` is ours",
+            option="--disable-cascade-attn",
         ),
         Cell(
             (f"{ADAPTERS}/sglang/test_sglang_support.py::test_what_the_environment_says",),
-            "`ATTN_BACKEND_CASCADE=0`",
+            option="ATTN_BACKEND_CASCADE=0",
         ),
     ),
     Feature(
-        "an 8-bit cache and its scales, of the checkpoint",
+        "8-bit cache and scales of the checkpoint",
         Cell(("vllm-float8-cache",)),
         Cell(
             ("sglang-float8-cache",),
-            no_cpu="SGLang refuses 8-bit caches there to all backends but its `intel_amx`",
+            no_cpu="SGLang refuses 8-bit caches there to all backends except `intel_amx`",
         ),
     ),
     Feature(
-        "8-bit outputs of attention (`fuse_attn_quant`)",
-        Cell(("vllm-float8-outputs", "vllm-fused-outputs"), no_cpu="vLLM has no such pass there"),
-        NO_OPTION,
+        "8-bit outputs of attention",
+        Cell(
+            ("vllm-float8-outputs", "vllm-fused-outputs"),
+            no_cpu="vLLM has no such pass there",
+            option="fuse_attn_quant",
+        ),
+        MISSING,
     ),
     Feature(
         "n-gram drafts",
         Cell(("vllm-tensor-parallel", "vllm-ngram"), option="ngram"),
-        Cell((DRAFTS, "sglang-ngram"), "works, as trees", option="NGRAM"),
+        Cell((DRAFTS, "sglang-ngram"), note="as trees", option="NGRAM"),
     ),
     Feature(
         "draft models",
@@ -208,13 +229,13 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "DFLASH blocks",
-        Cell(("vllm-dflash",), option="dflash"),
-        Cell(("sglang-dflash",), "works from 0.5.20 on", option="DFLASH"),
+        Cell(("vllm-dflash",), option="dflash", since="0.32.0"),
+        Cell(("sglang-dflash",), option="DFLASH", since="0.5.20"),
     ),
     Feature("MTP chains", Cell(("vllm-mtp",), option="mtp"), Cell(("sglang-mtp",), option="NEXTN")),
     Feature(
         "trees of drafts",
-        Cell(says="has none"),
+        MISSING,
         Cell(
             (
                 DRAFTS,
@@ -225,20 +246,22 @@ FEATURES: tuple[Feature, ...] = (
         ),
     ),
     Feature(
-        "verification by `chain_speculative_sampling`",
+        "verification of drafts by this package's sampler",
         Cell(
             (f"{ADAPTERS}/vllm/test_vllm_sampler.py::test_v1_warm_up_and_speculative_decoding_stay_vllms",),
-            "not used: vLLM's rejection sampler verifies",
+            False,
+            "vLLM's rejection sampler verifies",
         ),
-        Cell(says="not used: SGLang verifies by itself"),
+        Cell(works=False, note="SGLang verifies"),
     ),
 )
 
 
 VLLM_SERVED = f"{ADAPTERS}/vllm/test_vllm_served.py"
 SGLANG_SERVED = f"{ADAPTERS}/sglang/test_sglang_served.py"
-# Models that choose their own kernels, whatever the user chose (docs/engines.md has the files and lines).
-FEATURES += (
+# Evidence for models that choose their own kernels, whatever the user chose. Users see them in the table of
+# attn_backend/adapters/own_kernels.py.
+OWN_KERNELS: tuple[Feature, ...] = (
     Feature(
         "DeepSeek V4 and V4.1, Qwen4-Exp, dots3: own kernels",
         Cell(
@@ -246,34 +269,31 @@ FEATURES += (
                 f"{VLLM_SERVED}::test_a_model_with_its_own_kernels_is_refused",
                 f"{VLLM_SERVED}::test_what_counts_as_an_attention_layer",
             ),
-            "refused at start",
         ),
-        Cell((f"{SGLANG_SERVED}::test_a_model_that_replaces_the_backend_is_refused",), "refused at start"),
+        Cell((f"{SGLANG_SERVED}::test_a_model_that_replaces_the_backend_is_refused",)),
     ),
     Feature(
         "Step 5: own kernels",
-        Cell((f"{VLLM_SERVED}::test_a_model_with_its_own_kernels_is_refused",), "refused at start"),
-        Cell(says="has no such model"),
+        Cell((f"{VLLM_SERVED}::test_a_model_with_its_own_kernels_is_refused",)),
+        MISSING,
     ),
     Feature(
         "HY V4 with sinks: own kernels",
-        Cell((f"{VLLM_SERVED}::test_a_model_with_its_own_kernels_is_refused",), "refused at start"),
-        Cell(says="not served: sinks over selected tokens are refused at start"),
+        Cell((f"{VLLM_SERVED}::test_a_model_with_its_own_kernels_is_refused",)),
+        Cell(works=False),
     ),
     Feature(
         "Inkling: own kernels",
-        Cell((f"{VLLM_SERVED}::test_a_model_with_its_own_kernels_is_refused",), "refused at start"),
-        Cell(says="not served: SGLang accepts only `fa4` and `triton`"),
+        Cell((f"{VLLM_SERVED}::test_a_model_with_its_own_kernels_is_refused",)),
+        Cell(works=False),
     ),
     Feature(
         "MiniMax M3: sparse layers with own kernels",
         Cell(
             (f"{VLLM_SERVED}::test_layers_of_other_backends_are_named",),
-            "dense layers are ours; a warning names the others",
         ),
         Cell(
             (f"{SGLANG_SERVED}::test_sparse_layers_of_others_are_named",),
-            "dense layers are ours; a warning names the others",
         ),
     ),
 )
@@ -281,35 +301,70 @@ FEATURES += (
 
 def named(engine: str) -> list[str]:
     """The evidence for an engine's features, without duplicates."""
-    return list(dict.fromkeys(one for feature in FEATURES for one in feature.cell(engine).shown))
+    return list(
+        dict.fromkeys(one for feature in (*FEATURES, *OWN_KERNELS) for one in feature.cell(engine).shown)
+    )
 
 
-def matrix(outcomes: Outcomes) -> str:
-    """The features as a Markdown table, with their evidence and releases."""
-    lines = ["| feature | vLLM | shown by | SGLang | shown by |", "|---|---|---|---|---|"]
+def overview(engine: str, outcomes: Outcomes) -> str:
+    """The features of an engine as a Markdown table for users."""
+    lines = [f"| {WRITTEN[engine]} | works | option | since |", "|---|---|---|---|"]
     for feature in FEATURES:
-        cells = [
-            part
-            for engine in ENGINE_NAMES
-            for part in (_says(feature.cell(engine), outcomes), _shown(feature.cell(engine), outcomes))
-        ]
-        lines.append(f"| {' | '.join([feature.name, *cells])} |")
+        cell = feature.cell(engine)
+        answer = _answer(cell, engine, outcomes)
+        option = f"`{cell.option}`" if cell.option else ""
+        since = (cell.since or RELEASES[engine][0]) if answer.startswith("yes") else ""
+        lines.append(f"| {feature.name} | {answer} | {option} | {since} |")
     return "\n".join(lines)
+
+
+def evidence(engine: str, outcomes: Outcomes) -> str:
+    """What shows the features of an engine, with releases, dates and GPUs, as a Markdown table."""
+    lines = [f"| {WRITTEN[engine]} | shown by | why not on a CPU |", "|---|---|---|"]
+    for feature in (*FEATURES, *OWN_KERNELS):
+        cell = feature.cell(engine)
+        if cell.shown:
+            lines.append(f"| {feature.name} | {_shown(cell, outcomes)} | {cell.no_cpu} |")
+    return "\n".join(lines)
+
+
+def tables(outcomes: Outcomes) -> dict[Path, list[str]]:
+    """The tables of each page."""
+    return {
+        page: [table(engine, outcomes) for engine in ENGINE_NAMES]
+        for page, table in ((USERS_PAGE, overview), (REPORT, evidence))
+    }
+
+
+def replaced(text: str, table: str) -> str:
+    """The text of a page with a new version of a table, which is found by its first line.
+
+    Raises:
+        ValueError: the page has no such table, or several.
+    """
+    header = table.partition("\n")[0]
+    pages, count = re.subn(
+        rf"^{re.escape(header)}\n(?:\|.*\n)*", lambda _: f"{table}\n", text, flags=re.MULTILINE
+    )
+    if count != 1:
+        raise ValueError(f"the page has {count} tables with the first line {header!r}, must have 1")
+    return pages
 
 
 def _seen(name: str, outcomes: Outcomes) -> list[Seen]:
     return [outcomes[device][name] for device in DEVICE_NAMES if name in outcomes[device]]
 
 
-def _says(cell: Cell, outcomes: Outcomes) -> str:
-    option = f"`{cell.option}`: " if cell.option else ""
-    because = f"; a CPU cannot: {cell.no_cpu}" if cell.no_cpu else ""
+def _answer(cell: Cell, engine: str, outcomes: Outcomes) -> str:
+    if cell.works is None:
+        return f"not in {WRITTEN[engine]}"
     if any(not _seen(one, outcomes) for one in cell.shown):
-        return f"{option}not run{because}"
+        return "not run"
     failed = [seen for one in cell.shown for seen in _seen(one, outcomes) if not seen.ok]
     if failed:
-        return f"{option}failed{f' on an {failed[0].gpu}' if failed[0].gpu else ''}: {failed[0].reason}"
-    return f"{option}{cell.says}{because}"
+        return f"failed{f' on an {failed[0].gpu}' if failed[0].gpu else ''}: {failed[0].reason}"
+    answer = "yes" if cell.works else "no"
+    return f"{answer}; {cell.note}" if cell.note else answer
 
 
 def _shown(cell: Cell, outcomes: Outcomes) -> str:
@@ -325,5 +380,13 @@ def _shown(cell: Cell, outcomes: Outcomes) -> str:
     return ", ".join(shown)
 
 
+def main() -> None:
+    for page, made in tables(read_outcomes()).items():
+        text = page.read_text()
+        for table in made:
+            text = replaced(text, table)
+        page.write_text(text, encoding="utf-8")
+
+
 if __name__ == "__main__":
-    print(matrix(read_outcomes()))
+    main()

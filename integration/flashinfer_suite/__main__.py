@@ -25,7 +25,7 @@ cases that
 - did not run: the time limit ended, or the GPU's memory is too small.
 
 If a case catches an error and skips itself, the error decides. --markdown writes the table of
-docs/flashinfer.md. Reports are written after every line.
+docs/reports/flashinfer.md. Reports are written after every line.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def rows_of(results: list[dict[str, object]]) -> list[tuple[str, ...]]:
 
 
 def markdown(results: list[dict[str, object]]) -> str:
-    """The table as in docs/flashinfer.md."""
+    """The table as in docs/reports/flashinfer.md."""
     head, *rows = rows_of(results)
     rule = ("---", *("---:" for _ in head[1:]))
     return "".join(
@@ -192,7 +192,7 @@ def parse_arguments() -> argparse.Namespace:
         help="seconds for all of them: what then still runs is ended",
     )
     parser.add_argument("--json", type=Path, help="every case with its outcome")
-    parser.add_argument("--markdown", type=Path, help="the table of docs/flashinfer.md")
+    parser.add_argument("--markdown", type=Path, help="the table of docs/reports/flashinfer.md")
     parser.add_argument("--output", type=Path, help="what pytest printed")
     parser.add_argument("--pytest", default="", help="more arguments for pytest, as in a shell")
     given = parser.parse_args()

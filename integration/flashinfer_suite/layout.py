@@ -8,7 +8,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PACKAGE = "attn_backend.flashinfer"
-# The tests to run; docs/flashinfer.md lists the others.
+# The tests to run; docs/reports/flashinfer.md lists the others.
 _TESTS = tuple(
     f"tests/attention/test_{name}.py"
     for name in (

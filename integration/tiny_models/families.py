@@ -11,6 +11,7 @@ from typing import Any
 
 import transformers
 
+from attn_backend.adapters.own_kernels import ENGINE_NAMES
 from integration.tiny_models.tokenizer import BOS, EOS, IMAGE_TOKENS, NEWLINES, PAD, VOCAB
 
 WINDOW = 24
@@ -445,7 +446,7 @@ FAMILIES = {
         Family(
             "bloom",
             "ALiBi",
-            "BLOOM, Falcon-RW; Baichuan 13B is below",
+            "BLOOM, Falcon-RW",
             _bloom,
             stock=("vllm",),
             engines={"vllm": {}},
@@ -463,7 +464,7 @@ FAMILIES = {
         ),
         Family(
             "modernbert",
-            "bidirectional, window to both sides",
+            "bidirectional, two-sided window",
             "ModernBERT, GTE",
             _modernbert,
             "embed",
@@ -472,7 +473,7 @@ FAMILIES = {
         ),
         Family(
             "embedding_gemma",
-            "bidirectional, window to both sides, in a decoder",
+            "bidirectional, two-sided window, in a decoder",
             "EmbeddingGemma",
             _embedding_gemma,
             "embed",
@@ -483,7 +484,7 @@ FAMILIES = {
         Family("llama4", "chunked local attention", "Llama 4", _llama4),
         Family(
             "gemma3",
-            "prefix-LM: images see both sides",
+            "prefix-LM in images",
             "Gemma 3 with images",
             _gemma3,
             "image",
@@ -493,10 +494,10 @@ FAMILIES = {
             },
             images=GEMMA3_IMAGES,
         ),
-        Family("gemma3n", "layers that share the cache of another", "Gemma 3n", _gemma3n),
+        Family("gemma3n", "layers that share another layer's cache", "Gemma 3n", _gemma3n),
         Family(
             "gemma4",
-            "heads of 256 and of 512 columns in one model",
+            "heads of 256 and 512 columns in one model",
             "Gemma 4",
             _gemma4,
             engines={
@@ -506,8 +507,8 @@ FAMILIES = {
         ),
         Family(
             "gemma4_images",
-            "images see both sides, cut by a window",
-            "larger ones of Gemma 4, with images",
+            "prefix-LM, cut by a window",
+            "larger Gemma 4 with images",
             _gemma4_images,
             "image",
             engines={
@@ -539,7 +540,7 @@ FAMILIES = {
         Family(
             "items",
             "several items after one prompt",
-            "any generating model with --enable-mis",
+            "any generating model with `--enable-mis`",
             _items,
             "items",
             engines={"sglang": {"enable_mis": True}},
@@ -550,12 +551,10 @@ FAMILIES = {
 
 def matrix() -> str:
     """The served families, as a Markdown table (docs/engines.md)."""
-    lines = ["| what attention must do | models | vLLM | SGLang |", "|---|---|---|---|"]
+    lines = ["| models | attention | vLLM | SGLang |", "|---|---|---|---|"]
     for family in FAMILIES.values():
         cells = [
-            "served" if engine in family.engines else "has no such model" for engine in ("vllm", "sglang")
+            "yes" if engine in family.engines else f"not in {name}" for engine, name in ENGINE_NAMES.items()
         ]
-        if family.kind == "items":
-            cells[0] = "has no such option"
-        lines.append(f"| {family.asks} | {family.models} | {' | '.join(cells)} |")
+        lines.append(f"| {family.models} | {family.asks} | {' | '.join(cells)} |")
     return "\n".join(lines)

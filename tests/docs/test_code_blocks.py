@@ -17,6 +17,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"(?:<!-- needs: (\w+) -->\n)?```python\n(.*?)```", re.DOTALL)
+# Fences at any depth, except those of languages that are not Python.
+OTHER_FENCE = r"^ *```(?!(?:bash|console|text|cpp|json|yaml|dockerfile)\n)\w"
 PAGES = [
     page
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -28,14 +30,7 @@ def is_there(needed: str) -> bool:
     return torch.cuda.is_available() if needed == "gpu" else find_spec(needed) is not None
 
 
-LONG = {"quickstart.md"}  # its first block is the one in README.md
-MARKED = [
-    pytest.param(page, marks=pytest.mark.slow if page.name in LONG else (), id=str(page.relative_to(ROOT)))
-    for page in PAGES
-]
-
-
-@pytest.mark.parametrize("page", MARKED)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_blocks_run(page: Path, device: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
     left_out = []
@@ -62,12 +57,13 @@ def test_blocks_run(page: Path, device: torch.device, capsys: pytest.CaptureFixt
 def test_no_block_hides() -> None:
     """A fence in another form would not be found."""
     assert {page.name for page in PAGES} >= {
-        "README.md",
-        "quickstart.md",
+        "pytorch.md",
+        "errors_pytorch.md",
+        "capacity.md",
         "variants.md",
         "worked_example.md",
         "flashinfer.md",
     }
     for page in PAGES:
-        fences = len(re.findall(r"^```\w", page.read_text(), re.MULTILINE))
+        fences = len(re.findall(OTHER_FENCE, page.read_text(), re.MULTILINE))
         assert fences == len(BLOCK.findall(page.read_text())), page

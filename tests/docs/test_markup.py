@@ -46,6 +46,34 @@ def _in_list(lines: list[str], line: str) -> bool:
     return bool(_LIST.match(lines[first]))
 
 
+def wide_lines(text: str) -> Iterator[str]:
+    """Lines of code that the site would clip."""
+    fenced = False
+    for line in text.splitlines():
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        elif (fenced or (line.startswith("    ") and not _LIST.match(line.lstrip()))) and len(line) > 100:
+            yield line
+
+
+# Commands of reports stand as they ran; internals are read next to the code.
+FOR_USERS = [
+    page
+    for page in PAGES
+    if page.parent.name not in ("adr", "internals", "reports") and page.name != "notebook.md"
+]
+
+
+@pytest.mark.parametrize("page", FOR_USERS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_fits_the_page(page: Path) -> None:
+    assert not list(wide_lines(page.read_text()))
+
+
+def test_wide_code_is_found() -> None:
+    line = "x" * 101
+    assert list(wide_lines(f"```bash\n{line}\n```\n\n    {line}\n\n{line}\n")) == [line, f"    {line}"]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_is_shown_as_it_was_meant(page: Path) -> None:
     assert not list(faults(page.read_text()))

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md: each message that it explains still exists in the package or an engine, and each
+"""The pages of messages: each message that they explain still exists in the package or an engine, and each
 message that a user may meet is explained.
 """
 
@@ -15,7 +15,13 @@ import torch
 from attn_backend import Attention, BSRView, KVCache, PageTable, Variant
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "troubleshooting.md"
+PAGES = (
+    "troubleshooting.md",
+    "operate/errors_install.md",
+    "operate/errors_kernels.md",
+    "operate/errors_pytorch.md",
+)
+TEXT = "\n".join((ROOT / "docs" / page).read_text() for page in PAGES)
 NOT_IN_SOURCES = {
     "CPU FP8 KV cache requires ...",  # SGLang's own
     "invalid choice: 'attn_backend'",  # SGLang's own
@@ -70,14 +76,14 @@ MADE = {
 @pytest.mark.parametrize("message", MADE)
 def test_a_message_that_is_put_together(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert f"`{message}`" in PAGE.read_text()
+    assert f"`{message}`" in TEXT
     with pytest.raises(ValueError, match=re.escape(message).replace(r"\.\.\.", ".*")):
         MADE[message]()
 
 
 def messages() -> list[str]:
     """Text in backquotes in the first column of the tables."""
-    rows = re.findall(r"^\| (.*?) \| ", PAGE.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (.*?) \| ", TEXT, re.MULTILINE)
     return [
         message
         for row in rows

@@ -111,11 +111,63 @@ def test_streaming_cache_stays_constant_and_full_attention_is_its_limit(example:
 @pytest.mark.slow
 @of("streaming_llm")
 def test_streaming_main(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    example.main(["--device", "cpu", "--tokens", "160", "--window", "64"])
+    example.main(["--device", "cpu", "--model", "random", "--tokens", "160", "--window", "64"])
     assert "with sinks" in capsys.readouterr().out
     rows = example.benchmark(example.SMALL, "cpu", [64], 2)
     assert rows[0][0] == 64
     assert min(rows[0][1:]) > 0
+
+
+@of("streaming_llm")
+def test_streaming_takes_the_real_small_model(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str | None] = []
+
+    def load(name: str | None, device: str) -> None:
+        loaded.append(name)
+        raise KeyboardInterrupt
+
+    llama = import_module("llama")
+    monkeypatch.setattr(llama, "load", load)
+    monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path))
+    for arguments in ([], ["--model", "random"]):
+        with pytest.raises(KeyboardInterrupt):
+            example.main(arguments)
+    folder = tmp_path / "models/smollm2-135m-instruct"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(KeyboardInterrupt):
+        example.main([])
+    assert loaded == ["HuggingFaceTB/SmolLM2-135M-Instruct", None, str(folder)]
+
+
+@of("agent_load")
+def test_agents_read_each_context_once(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    agents, contexts, context = 6, 2, 1024
+    options = (torch.float32, "cpu")
+    load = example.make(example.SMALL, agents, contexts, context, *options)
+    assert load.read_once == load.read - (agents - contexts) * context
+    shape = example.SMALL
+    attention = example.Attention(
+        shape.num_qo_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        dtype=torch.float32,
+        device="cpu",
+        max_rows=agents,
+        max_batch=agents,
+    )
+    attention.plan(load.view)
+    taken = [node for node in attention.schedule().forest if node.group >= 0]
+    assert [node.num_requests for node in taken] == [agents // contexts] * contexts
+    assert {node.end_page * example.PAGE_SIZE for node in taken} == {context}
+    model = example.DecodeStep(shape, agents, *options)
+    off, on = (example.step_of(model, load, agents, cascade, *options)() for cascade in (False, True))
+    torch.testing.assert_close(on, off, rtol=1e-4, atol=1e-4)
+    times = example.main(["--device", "cpu", "--agents", "6", "--context", "1024"])
+    assert min(times) > 0
+    assert f"{load.read_once:20,}\n" in capsys.readouterr().out
 
 
 @of("parallel_generation")
@@ -162,8 +214,13 @@ def test_a_tree_shares_what_paths_have_in_common(example: ModuleType) -> None:
 
 @pytest.mark.slow
 @of("custom_variant")
-def test_custom_variant(example: ModuleType) -> None:
+def test_custom_variant(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     bias, difference, served = example.main(["--device", "cpu", "--steps", "24"])
+    assert example.picture(bias) in capsys.readouterr().out
+    seen = example.weights(bias, 12)
+    assert [seen[h, 6:].argmax(1).tolist() for h in range(4)] == [
+        list(range(5 - h, 11 - h)) for h in range(4)
+    ]
     assert bias.argmax(1).tolist() == [1, 2, 3, 4]
     assert difference < 1e-5
     assert served < 1e-5
@@ -173,6 +230,11 @@ def test_custom_variant(example: ModuleType) -> None:
     ("example", "missing", "install"),
     [
         ("transformers_attention", "transformers", "pip install --upgrade transformers"),
+        (
+            "mini_sglang",
+            "minisgl",
+            "pip install --upgrade git+https://github.com/sgl-project/mini-sglang",
+        ),
         ("engine --model .", "tokenizers", "pip install --upgrade safetensors tokenizers"),
         ("engine --model name/of-hub", "huggingface_hub", "pip install --upgrade huggingface_hub"),
     ],

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
+from attn_backend.releases import RELEASES
 from integration.compare_tokens import compare
 from integration.engines import Token
 from integration.features import serve
@@ -27,7 +29,7 @@ from integration.features.model import MODELS, make_float8, make_prompts
 from integration.features.outcomes import ENGINE_NAMES, Seen, read_junit, read_outcomes, record
 from integration.features.runs import RUNS
 from integration.features.serve import Served, cannot, listed
-from integration.features.table import FEATURES, Cell, Feature, matrix, named
+from integration.features.table import FEATURES, Cell, Feature, evidence, named, overview, replaced, tables
 from integration.tiny_models.checkpoints import make_model
 from integration.tiny_models.families import FAMILIES
 
@@ -126,7 +128,9 @@ def test_runs_are_left_out_where_they_cannot_be(monkeypatch):
     assert cannot(RUNS["vllm-lora"], "cuda") is None
     assert cannot(RUNS["vllm-pipeline"], "cuda") == "it needs 2 GPUs"
     assert cannot(RUNS["vllm-pipeline"], "cpu") is None
-    assert cannot(RUNS["sglang-hicache"], "cpu") == "sglang cannot on this device (docs/engines.md says why)"
+    assert cannot(RUNS["sglang-hicache"], "cpu") == (
+        "sglang cannot on this device (docs/reports/features.md says why)"
+    )
     assert cannot(RUNS["vllm-nixl"], "cuda") == "the package nixl is not installed"
     assert cannot(RUNS["sglang-dflash"], "cuda") == "sglang has it since 0.5.20"
 
@@ -158,10 +162,28 @@ def test_a_list_says_what_runs_are_told_and_need():
     assert listed("blocks", RUNS["sglang-dflash"], "cuda").endswith("    [since sglang 0.5.20]")
 
 
-def test_the_matrix_of_the_documentation_is_made_of_what_ran():
-    assert f"\n\n{matrix(read_outcomes())}\n\n" in (ROOT / "docs" / "engines.md").read_text(), (
-        "python -m integration.features.table prints what belongs there"
-    )
+def test_the_tables_of_the_documentation_are_made_of_what_ran():
+    made = tables(read_outcomes())
+    assert len(made) == 2
+    for page, of_page in made.items():
+        assert len(of_page) == len(ENGINE_NAMES)
+        for table in of_page:
+            assert f"\n\n{table}\n\n" in page.read_text(), "python -m integration.features.table writes it"
+
+
+def test_a_table_is_replaced_by_its_first_line():
+    text = "before\n\n| a | b |\n|---|---|\n| 1 | 2 |\n| 3 | 4 |\n\nafter\n\n| c |\n|---|\n| 5 |\n"
+    for table in ("| a | b |\n|---|---|\n| 6 | `\\1` |", "| c |\n|---|"):
+        changed = replaced(text, table)
+        assert f"\n\n{table}\n" in changed
+        assert "before\n\n| a | b |\n|---|---|\n" in changed
+        assert "\n\nafter\n\n| c |\n|---|\n" in changed
+        assert replaced(changed, table) == changed
+    assert "| 3 |" not in replaced(text, "| a | b |\n|---|---|")
+    assert "| 3 |" in replaced(text, "| c |\n|---|")
+    for header, wrong in (("| x |", text), ("| a | b |", f"{text}\n{text}")):
+        with pytest.raises(ValueError, match="tables with the first line"):
+            replaced(wrong, f"{header}\n|---|")
 
 
 @pytest.mark.parametrize(("engine", "name"), NAMED)
@@ -179,7 +201,18 @@ def test_what_the_table_names_is_there(engine, name):
 
 def test_nothing_is_claimed_that_nothing_shows():
     for cell in (feature.cell(engine) for feature in FEATURES for engine in ENGINE_NAMES):
-        assert cell.shown or cell.says.startswith(("not ", "has no")), cell
+        assert cell.shown or not cell.works, cell
+
+
+def test_features_begin_with_a_known_release():
+    """A run that needs a release claims nothing for earlier ones."""
+    for cell, engine in ((feature.cell(engine), engine) for feature in FEATURES for engine in ENGINE_NAMES):
+        needed = {RUNS[one].since for one in cell.shown if one in RUNS} - {None}
+        assert needed <= {cell.since}, cell
+        assert cell.since in ("", *RELEASES[engine]), cell
+
+
+def test_every_run_shows_a_feature_of_one_engine():
     names = [name for _, name in NAMED]
     assert len(set(names)) == len(names)
     assert set(names) >= set(RUNS)
@@ -196,71 +229,56 @@ def test_what_is_recorded_is_named_in_the_table():
     assert read_outcomes()["cpu"]
 
 
-def test_cells_say_how_runs_ended(monkeypatch):
-    features = (Feature("drafts", Cell(("one", "a/b.py::two"), "works, somehow"), Cell(says="has none")),)
-    monkeypatch.setattr("integration.features.table.FEATURES", features)
+WELL = Seen("vllm", "0.32.0", True, "2026-01-02")
+LATER = Seen("vllm", "0.33.0", True, "2026-02-03")
+BADLY = Seen("vllm", "0.33.0", False, "2026-02-03", "died")
+ON_GPU = replace(WELL, version="0.26.0", gpu="H200")
 
-    def line(cuda=None, **outcomes):
-        cpu = {name.replace("two", "a/b.py::two"): seen for name, seen in outcomes.items()}
-        return matrix({"cpu": cpu, "cuda": cuda or {}}).splitlines()[-1]
 
-    well, later, badly = (
-        Seen("vllm", "0.32.0", True, "2026-01-02"),
-        Seen("vllm", "0.33.0", True, "2026-02-03"),
-        Seen("vllm", "0.33.0", False, "2026-02-03", "died"),
-    )
+def last_line(monkeypatch, table, cell, engine="vllm", cuda=None, **cpu):
+    """The line of a table about one feature. `two` is the name of a test, all others are runs."""
+    monkeypatch.setattr("integration.features.table.FEATURES", (Feature("drafts", cell, cell),))
+    monkeypatch.setattr("integration.features.table.OWN_KERNELS", ())
+    on_cpu = {name.replace("two", "a/b.py::two"): seen for name, seen in cpu.items()}
+    return table(engine, {"cpu": on_cpu, "cuda": cuda or {}}).splitlines()[-1]
+
+
+def test_answers_say_how_runs_ended(monkeypatch):
+    cell = Cell(("one", "a/b.py::two"), note="somehow", since="0.32.0")
+    line = partial(last_line, monkeypatch, overview, cell)
+    assert line(one=WELL, two=WELL) == "| drafts | yes; somehow |  | 0.32.0 |"
+    assert line(one=WELL, two=LATER) == "| drafts | yes; somehow |  | 0.32.0 |"
+    assert line(one=WELL, two=BADLY) == "| drafts | failed: died |  |  |"
+    assert line(one=WELL) == "| drafts | not run |  |  |"
+    assert line(one=WELL, two=WELL, cuda={"one": ON_GPU}) == "| drafts | yes; somehow |  | 0.32.0 |"
+    failed = {"one": replace(ON_GPU, ok=False, reason="died")}
+    assert line(one=WELL, two=WELL, cuda=failed) == "| drafts | failed on an H200: died |  |  |"
+    assert line(two=WELL, cuda={"one": ON_GPU}) == "| drafts | yes; somehow |  | 0.32.0 |"
+
+
+def test_answers_have_the_option_and_the_first_release(monkeypatch):
+    line = partial(last_line, monkeypatch, overview)
+    assert line(Cell(("one",), option="--halves")) == "| drafts | not run | `--halves` |  |"
+    assert line(Cell(("one",), option="--halves"), one=WELL) == "| drafts | yes | `--halves` | 0.26.0 |"
+    assert line(Cell(("one",)), engine="sglang", one=WELL) == "| drafts | yes |  | 0.5.17 |"
+    assert line(Cell(("one",), False, "pass `--dcp 1`"), one=WELL) == "| drafts | no; pass `--dcp 1` |  |  |"
+    assert line(Cell(works=None)) == "| drafts | not in vLLM |  |  |"
+
+
+def test_evidence_has_releases_dates_and_gpus(monkeypatch):
+    line = partial(last_line, monkeypatch, evidence, Cell(("one", "a/b.py::two"), no_cpu="no memory"))
+    assert line(one=WELL, two=WELL) == "| drafts | `one`, `two` (0.32.0, 2026-01-02) | no memory |"
     assert (
-        line(one=well, two=well)
-        == "| drafts | works, somehow | `one`, `two` (0.32.0, 2026-01-02) | has none |  |"
+        line(one=WELL, two=LATER)
+        == "| drafts | `one` (0.32.0, 2026-01-02), `two` (0.33.0, 2026-02-03) | no memory |"
     )
-    assert (
-        line(one=well, two=later)
-        == "| drafts | works, somehow | `one` (0.32.0, 2026-01-02), `two` (0.33.0, 2026-02-03) | has none |  "
-        "|"
-    )
-    assert line(one=well, two=badly).startswith("| drafts | failed: died | ")
-    assert line(one=well) == "| drafts | not run | `one` (0.32.0, 2026-01-02), `two` | has none |  |"
-    on_gpu = replace(well, version="0.26.0", gpu="H200")
+    assert line(one=WELL) == "| drafts | `one` (0.32.0, 2026-01-02), `two` | no memory |"
     there = "(0.32.0, 2026-01-02; 0.26.0 on an H200, 2026-01-02)"
     assert (
-        line(one=well, two=well, cuda={"one": on_gpu})
-        == f"| drafts | works, somehow | `one` {there}, `two` (0.32.0, 2026-01-02) | has none |  |"
+        line(one=WELL, two=WELL, cuda={"one": ON_GPU})
+        == f"| drafts | `one` {there}, `two` (0.32.0, 2026-01-02) | no memory |"
     )
-    assert line(one=well, two=well, cuda={"one": replace(on_gpu, ok=False, reason="died")}).startswith(
-        "| drafts | failed on an H200: died | "
-    )
-    assert line(two=well, cuda={"one": on_gpu}).startswith(
-        "| drafts | works, somehow | `one` (0.26.0 on an H200, 2026-01-02), "
-    )
-
-
-def test_cells_begin_with_the_option(monkeypatch):
-    monkeypatch.setattr(
-        "integration.features.table.FEATURES",
-        (Feature("halves", Cell(("one",), option="--halves"), Cell(says="has none")),),
-    )
-    assert (
-        matrix({"cpu": {}, "cuda": {}}).splitlines()[-1]
-        == "| halves | `--halves`: not run | `one` | has none |  |"
-    )
-    assert "| `--halves`: works | " in matrix(
-        {"cpu": {"one": Seen("vllm", "0.26.0", True, "2026-01-02")}, "cuda": {}}
-    )
-
-
-def test_cells_say_why_a_cpu_cannot(monkeypatch):
-    monkeypatch.setattr(
-        "integration.features.table.FEATURES",
-        (Feature("halves", Cell(("one",), no_cpu="no memory"), Cell(says="has none")),),
-    )
-    assert (
-        matrix({"cpu": {}, "cuda": {}}).splitlines()[-1]
-        == "| halves | not run; a CPU cannot: no memory | `one` | has none |  |"
-    )
-    seen = Seen("vllm", "0.26.0", True, "2026-01-02", gpu="H200")
-    assert "| works; a CPU cannot: no memory | `one` (0.26.0 on an H200, " in matrix(
-        {"cpu": {}, "cuda": {"one": seen}}
-    )
+    assert last_line(monkeypatch, evidence, Cell(works=False)) == "|---|---|---|"
 
 
 def test_an_outcome_takes_the_place_of_the_one_before(tmp_path, monkeypatch):
