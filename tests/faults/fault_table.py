@@ -607,7 +607,7 @@ FAULTS = (
     ),
     Fault(
         "vLLM: images of the step before",
-        "attn_backend/adapters/spans.py",
+        "attn_backend/adapters/layers.py",
         "                self.clear()\n",
         "                pass\n",
         VLLM,

@@ -23,8 +23,8 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
-from attn_backend.adapters.capability import warn_if_untried
 from attn_backend.adapters.layers import LayerSpec, attention_of
+from attn_backend.adapters.served import warn_if_untried
 from attn_backend.jit.manifest import HeadDims
 from attn_backend.kernels.append import append_mla_kv
 from attn_backend.kernels.attention import Attention

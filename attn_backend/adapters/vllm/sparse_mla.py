@@ -17,8 +17,8 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
-from attn_backend.adapters.capability import warn_if_untried
 from attn_backend.adapters.selected import SelectedAttention, count_visible
+from attn_backend.adapters.served import warn_if_untried
 from attn_backend.metadata.kv_cache import SCALED_LATENT_BYTES, SCALED_LATENT_DTYPE
 
 from . import compat, sampler
