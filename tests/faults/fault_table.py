@@ -1055,6 +1055,13 @@ FAULTS = (
         ("tests/adapters/vllm/test_vllm_plugin.py", "-k", "reaches_processes"),
     ),
     Fault(
+        "vLLM: the prefill backend of another package is replaced",
+        "attn_backend/adapters/vllm/compat.py",
+        "    if not MLAPrefillBackendEnum.CUSTOM.is_overridden():",
+        "    if True:",
+        ("tests/adapters/vllm/test_vllm_mla.py", "-k", "another_package"),
+    ),
+    Fault(
         "threads: a child that is forked while a pool is made waits for the thread that makes it",
         "csrc/common/cpu/parallel.cpp",
         "  making_pool.clear(std::memory_order_release);  // the thread that was making a pool is gone\n",
