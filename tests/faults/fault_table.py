@@ -662,6 +662,13 @@ FAULTS = (
         ("tests/adapters/sglang/test_sglang_items.py", "-k", "tables"),
     ),
     Fault(
+        "SGLang: padding of an idle rank is planned",
+        "attn_backend/adapters/sglang/batch.py",
+        "        if batch_size == 0 or mode.is_idle():",
+        "        if batch_size == 0:",
+        ("tests/adapters/sglang/test_sglang_backend.py", "-k", "dp_attention"),
+    ),
+    Fault(
         "SGLang: chunks counted from the window pool's first token",
         "attn_backend/adapters/sglang/plan.py",
         "kv_offsets=tokens_before if planned._needs_variant else None",

@@ -146,6 +146,10 @@ class SGLangAttentionBackend(AttentionBackend):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        """On a CPU, SGLang asks this instead for the padding of ranks (--attn-dp-size). Since 0.5.19."""
+        return self.get_cuda_graph_seq_len_fill_value()
+
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Called before anything of these sizes is captured."""
         if max_bs > self._max_batch or max_num_tokens > self._max_rows:
