@@ -1069,6 +1069,13 @@ FAULTS = (
         ("tests/adapters/vllm/test_vllm_mla.py", "-k", "another_package"),
     ),
     Fault(
+        "vLLM: a backend for one kind of layers is no choice of ours",
+        "attn_backend/adapters/vllm/compat.py",
+        'for name in (getattr(attention, "backend", None), *per_kind.values())',
+        'for name in (getattr(attention, "backend", None),)',
+        ("tests/adapters/vllm/test_vllm_choice.py", "-k", "kind_of_layers"),
+    ),
+    Fault(
         "threads: a child that is forked while a pool is made waits for the thread that makes it",
         "csrc/common/cpu/parallel.cpp",
         "  making_pool.clear(std::memory_order_release);  // the thread that was making a pool is gone\n",
