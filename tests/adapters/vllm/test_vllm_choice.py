@@ -117,7 +117,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_two_plugins_at_once(
     ours_first: bool, registry: Any, loads: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The other plugin takes CUSTOM. ATTN_BACKEND stays ours, and the user is told."""
+    """The other plugin takes CUSTOM. ATTN_BACKEND stays ours. A warning names the other package."""
 
     def other() -> None:
         register_backend(registry.CUSTOM, OTHER)
