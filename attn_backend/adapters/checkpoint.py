@@ -1,16 +1,17 @@
-"""The needs of a checkpoint's attention layers, read from its config.json. No engine is imported.
+"""The needs of a checkpoint's attention layers, read from its config.json, and the verdict on them. No engine
+is imported.
 
 Field names differ between families, so each fact has a list of names. `attn-backend doctor --model` hands
-the result to the rules of both adapters.
+the needs to the rules of both adapters, which answer with a Verdict.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from attn_backend.jit.manifest import HeadDims
 
@@ -204,3 +205,39 @@ def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
 def _attends(kind: str) -> bool:
     """Whether a layer of this kind has attention. A "hybrid" layer of Zamba 2 has both."""
     return not any(state in kind for state in _STATES)
+
+
+SERVED, REFUSED, PARTLY = "served", "refused", "partly"
+
+
+class Refusal(NamedTuple):
+    """
+    Attributes:
+        what: the unsupported need of the model.
+        way_out: an option to pass, or another backend.
+    """
+
+    what: str
+    way_out: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """
+    Attributes:
+        answer: SERVED, REFUSED or PARTLY.
+        refusals: all reasons, of REFUSED.
+        ours: numbers of the attention layers that this backend serves. others: numbers of the layers that
+            run the model's own kernels.
+        notes: facts that a user should know in any case.
+    """
+
+    answer: str
+    refusals: tuple[Refusal, ...] = ()
+    ours: tuple[int, ...] = ()
+    others: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def refused(refusals: Iterable[Refusal]) -> Verdict:
+    return Verdict(REFUSED, tuple(refusals))

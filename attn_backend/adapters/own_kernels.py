@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from attn_backend.adapters.checkpoint import Checkpoint, Layer
+from attn_backend.adapters.checkpoint import PARTLY, SERVED, Checkpoint, Layer, Refusal, Verdict, refused
 from attn_backend.adapters.served import WAY_OUT
-from attn_backend.adapters.verdict import PARTLY, SERVED, Refusal, Verdict, refused
 
 ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 

@@ -1,7 +1,9 @@
-"""The attention layers of a built model, by the backend that serves them.
+"""Reports while an engine starts: which backend serves each layer, and GPUs without tests.
 
 Some models choose their own kernels, whatever backend the user chose. A warning names their layers. If no
 layer is ours, the engine does not start.
+
+GPUs other than Hopper have kernels, too. These were never tested there, and a warning tells the user.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import re
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 
-from attn_backend.adapters.capability import warn_once
+import torch
+
+from attn_backend.jit.progress import warn_once
 from attn_backend.settings import Settings
 
 SWITCH = "ATTN_BACKEND_REQUIRE_LAYERS"
@@ -96,3 +100,21 @@ def number_ranges(numbers: Iterable[int]) -> str:
 
 def _numbers_last(name: str) -> tuple[str, list[int]]:
     return re.sub(r"\d+", "", name), [int(number) for number in re.findall(r"\d+", name)]
+
+
+def untried(capability: tuple[int, int]) -> str | None:
+    """The warning for a GPU of this compute capability; None where these kernels have run."""
+    if capability == (9, 0):
+        return None
+    build = "the sm_80 build" if capability[0] == 8 else "the PTX of the sm_80 build"
+    return (
+        f"attn_backend has never been run on a GPU of compute capability {capability[0]}.{capability[1]}: "
+        f"{build} serves there, check some answers"
+    )
+
+
+def warn_if_untried(device: torch.device, logger: logging.Logger) -> None:
+    """Called when an engine starts; each process warns once."""
+    message = untried(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
+    if message is not None:
+        warn_once(message, logger)

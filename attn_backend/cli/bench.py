@@ -61,7 +61,7 @@ ON_CPU = (
 )
 
 
-class Batch:
+class CaseTensors:
     """The tensors of a case: bfloat16 on a GPU, float32 on a CPU. Pages are in random order in the cache."""
 
     def __init__(self, case: Case, device: str) -> None:
@@ -88,7 +88,7 @@ class Batch:
         )
 
 
-def ours(batch: Batch) -> tuple[Launch, Launch]:
+def ours(batch: CaseTensors) -> tuple[Launch, Launch]:
     """(plan, run)."""
     from attn_backend import Attention, BSRView, KVCache, PageTable
 
@@ -107,7 +107,7 @@ def ours(batch: Batch) -> tuple[Launch, Launch]:
     return lambda: attention.plan(view), lambda: attention.run(batch.q, cache)
 
 
-def flash_attention_3(batch: Batch) -> Launch:
+def flash_attention_3(batch: CaseTensors) -> Launch:
     """With vLLM's build, its scheduler metadata is computed beforehand."""
     from ..adapters.vllm.flash_attention import flash_attention_3 as launch
 
@@ -122,7 +122,7 @@ def flash_attention_3(batch: Batch) -> Launch:
     )
 
 
-def flashinfer(batch: Batch) -> Launch:
+def flashinfer(batch: CaseTensors) -> Launch:
     """Its plan reads lengths on the host and is not timed."""
     import torch
 
@@ -147,7 +147,7 @@ def flashinfer(batch: Batch) -> Launch:
     return lambda: prefill.run(batch.q, batch.kv)
 
 
-def torch_sdpa(batch: Batch) -> Launch:
+def torch_sdpa(batch: CaseTensors) -> Launch:
     """One request after another, over K and V gathered beforehand."""
     import torch
 
@@ -175,7 +175,7 @@ def torch_sdpa(batch: Batch) -> Launch:
     return run
 
 
-PEERS: dict[str, dict[str, Callable[[Batch], Launch]]] = {
+PEERS: dict[str, dict[str, Callable[[CaseTensors], Launch]]] = {
     "cuda": {"FA3": flash_attention_3, "FlashInfer": flashinfer},
     "cpu": {"torch SDPA": torch_sdpa},
 }
@@ -224,7 +224,7 @@ def measure(case: Case, device: str, repeats: int) -> dict[str, Any]:
     """A row of the table: name, µs of the plan, of this package and of each installed peer. Also checks the
     largest difference from a peer.
     """
-    batch = Batch(case, device)
+    batch = CaseTensors(case, device)
     plan, run = ours(batch)
     out = run().float().clone()
     launches: dict[str, Launch] = {"plan": plan, "ours": run}

@@ -12,9 +12,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..adapters.checkpoint import Checkpoint
+from ..adapters.checkpoint import PARTLY, REFUSED, SERVED, Checkpoint, Verdict
 from ..adapters.served import number_ranges
-from ..adapters.verdict import PARTLY, REFUSED, SERVED, Verdict
 from ..releases import RELEASES, VLLM_OWN_NAME_SINCE, installed_release, is_before, was_checked
 from .console import print_table
 

@@ -91,9 +91,9 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         self._has_warned = False
 
     @property
-    def _cached_module(self) -> Kernels | None:
+    def _cached_module(self) -> MlaModule | None:
         """Engines call its plan instead of `plan`; None before the first plan."""
-        return Kernels(self) if self._is_planned else None
+        return MlaModule(self) if self._is_planned else None
 
     def plan(
         self,
@@ -312,9 +312,10 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
                 refuse(f"{name}.dtype", tensor.dtype, f"{dtype}, as planned")
 
 
-class Kernels:
-    """FlashInfer's compiled kernels, for engines that call their `plan` with host arrays, which saves the
-    wrapper's copies to the host.
+class MlaModule:
+    """FlashInfer's compiled module.
+
+    Engines call its `plan` with host arrays, which saves the wrapper copies to the host.
     """
 
     def __init__(self, wrapper: BatchMLAPagedAttentionWrapper) -> None:

@@ -76,9 +76,9 @@ class BatchPrefill(Wrapper):
         self._max_total_num_rows: int | None = None
 
     @property
-    def _cached_module(self) -> Kernels | None:
+    def _cached_module(self) -> PrefillModule | None:
         """Engines call its plan instead of `plan`; None before the first plan."""
-        return Kernels(self) if self._is_planned else None
+        return PrefillModule(self) if self._is_planned else None
 
     # Properties that engines compare with their own values.
     @property
@@ -182,9 +182,10 @@ class BatchPrefill(Wrapper):
         self._sm_scale = sm_scale
 
 
-class Kernels:
-    """FlashInfer's compiled kernels, for engines that call their `plan` with host arrays, which saves the
-    wrapper's copies to the host.
+class PrefillModule:
+    """FlashInfer's compiled module.
+
+    Engines call its `plan` with host arrays, which saves the wrapper copies to the host.
     """
 
     def __init__(self, wrapper: BatchPrefill) -> None:

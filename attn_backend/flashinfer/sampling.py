@@ -181,8 +181,15 @@ def top_k_top_p_sampling_from_logits(
         return drawn
     batch = logits.shape[0]
     draw_seed, position = _draws(batch, logits.device, generator, seed, offset)
-    filters = {"top_k": _whole(_of_rows("top_k", top_k, batch)), "top_p": _of_rows("top_p", top_p, batch)}
-    return kernels.sample(logits, filter_order=order, seed=draw_seed, position=position, **filters).token_ids  # type: ignore[arg-type]
+    sample = kernels.sample(
+        logits,
+        top_k=_whole(_of_rows("top_k", top_k, batch)),
+        top_p=_of_rows("top_p", top_p, batch),
+        filter_order=order,
+        seed=draw_seed,
+        position=position,
+    )
+    return sample.token_ids
 
 
 def top_k_top_p_sampling_from_probs(

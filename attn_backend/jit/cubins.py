@@ -10,7 +10,6 @@ both, nvcc compiles it into the cache (compilers.py).
 from __future__ import annotations
 
 import hashlib
-import logging
 import platform
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -33,8 +32,6 @@ from .manifest import (
     VariantSource,
     runnable_archs,
 )
-
-logger = logging.getLogger("attn_backend")
 
 # Not imported from kernels/native.py, which needs tvm-ffi: `make wheel` compiles the kernels without it.
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -160,48 +157,89 @@ def shipped_fault(cubin: Path) -> str:
     return f"{cubin} {damage}" if damage else ""
 
 
-def compile_kernel(name: str, arch: str) -> tuple[Path, str]:
+def compile_kernel(name: str, arch: str, ahead: Callable[[], str] | None = None) -> tuple[Path, str]:
     """Compiles a kernel into the cache, unless it is already there and undamaged.
+
+    Args:
+        ahead: as in find_cubin().
 
     Returns the file and the compiler's resource report.
 
     Raises:
         ValueError: there is no kernel of that name.
         RuntimeError: there is no compiler, or it failed (the message has its output), or the result cannot
-            be saved.
+            be saved. Or the kernel must not be compiled now.
     """
     source = _source_of(name, arch)
     path = nvcc()
+    what = f"kernel {name} for {arch}"
     if path is None:
         raise RuntimeError(
             f"kernel {name} for {arch} is neither in the package nor compilable: {compilers.no_nvcc()}"
         )
-    cached = cached_kernel(name, arch, path)
-    target, reason = kernel_cache.place(cached)
+    entry = _entry(
+        what,
+        cached_kernel(name, arch, path),
+        lambda: compile_source(name, source, flags(arch), path, what),
+        ahead,
+    )
+    return entry, kernel_cache.report(entry)
+
+
+def _entry(
+    what: str,
+    cached: Path,
+    make: Callable[[], tuple[bytes, str]],
+    ahead: Callable[[], str] | None,
+    *,
+    or_private: bool = False,
+) -> Path:
+    """An entry of the cache, made now if it is missing or damaged.
+
+    Args:
+        cached: its path in the cache.
+        make: returns the entry's content and the compiler's output.
+        ahead: as in find_cubin().
+        or_private: if the cache cannot be written, keep the entry in a private folder instead of raising.
+
+    Raises:
+        RuntimeError: the entry must not be made, or it cannot be made or saved.
+    """
+    entry, reason = kernel_cache.place(cached)
     if reason:
-        warn_of_private_folder(target, reason)
-    if kernel_cache.fault(target):
-        kernel_cache.prepare(target)
-        what = f"kernel {name} for {arch}"
-        with kernel_cache.locked(
-            target,
-            compilers.NVCC_TIME_LIMIT,
-            lambda: logger.info("attn_backend: waiting for another process that compiles %s", what),
-        ):
-            if kernel_cache.fault(target):
-                kernel_cache.store(target, *compile_source(name, source, flags(arch), path, what))
-    return target, kernel_cache.report(target)
+        _warn_of_private_folder(entry, reason)
+    fault = kernel_cache.fault(entry)
+    if not fault:
+        return entry
+    if ahead is not None:
+        raise RuntimeError(f"{what} is not compiled, and ATTN_BACKEND_JIT=0 ({fault}): {ahead()}")
+    try:
+        kernel_cache.prepare(entry)
+    except RuntimeError as error:  # the folder is read-only or full
+        if reason or not or_private:
+            raise
+        entry = kernel_cache.private_place(cached, str(error))
+        _warn_of_private_folder(entry, str(error))
+        kernel_cache.prepare(entry)
+    with kernel_cache.locked(
+        entry,
+        compilers.NVCC_TIME_LIMIT,
+        lambda: progress.say(f"waiting for another process, which compiles {what}"),
+    ):
+        if kernel_cache.fault(entry):
+            kernel_cache.store(entry, *make())
+    return entry
 
 
-def warn_of_private_folder(target: Path, reason: str) -> None:
+def _warn_of_private_folder(target: Path, reason: str) -> None:
     """Warns, once per process, that an entry is not kept in the cache."""
     advice = (
         ""
         if "ATTN_BACKEND_CACHE" in reason
         else " Make yourself the only writer (chown, chmod go-w), or set ATTN_BACKEND_CACHE to such a folder."
     )
-    _warn_once(
-        f"{reason}.{advice} Until then compiled kernels are kept in a private folder instead: "
+    progress.warn_once(
+        f"attn_backend: {reason}.{advice} Until then compiled kernels are kept in a private folder instead: "
         f"{target.parents[1]}"
     )
 
@@ -235,31 +273,13 @@ def completed(cubin: bytes, name: str) -> bytes:
         return file.read_bytes()
 
 
-_warned: list[str] = []
-
-
-def _warn_once(text: str) -> None:
-    """Gives each warning once per process."""
-    if text not in _warned:
-        _warned.append(text)
-        logger.warning("attn_backend: %s", text)
-
-
 def _cached_or_compiled(name: str, arch: str) -> Path:
-    path = nvcc()
-    if path is None:
-        return _cached_by_any_compiler(name, arch) or compile_kernel(name, arch)[0]
-    if Settings.read().jit:
-        return compile_kernel(name, arch)[0]
-    cached = kernel_cache.place(cached_kernel(name, arch, path))[0]
-    fault = kernel_cache.fault(cached)
-    if fault:
+    def ahead() -> str:
         options = "" if name in kernel_sources(arch) else manifest.compile_options(name)
-        raise RuntimeError(
-            f"kernel {name} is not compiled, and ATTN_BACKEND_JIT=0 ({fault}): `attn-backend compile --arch "
-            f"{arch}{options}` compiles it ahead"
-        )
-    return cached
+        return f"`attn-backend compile --arch {arch}{options}` compiles it ahead"
+
+    found = _cached_by_any_compiler(name, arch) if nvcc() is None else None
+    return found or compile_kernel(name, arch, None if Settings.read().jit else ahead)[0]
 
 
 @cache
@@ -351,8 +371,11 @@ def find_cubin(
     what = f"variant {variant.name} ({kernel.name.removesuffix(f'_{variant.name}')} for {target})"
 
     def found() -> Path:
-        place = Path(target) / f"{kernel.name}-{content_key(kernel.source, _nvcc_flags(target))}.cubin"
-        return _find(what, place, lambda: _compile_cuda(variant, kernel, target, what), ahead)
+        key = content_key(kernel.source, _nvcc_flags(target))
+        cached = kernel_cache.cache_dir() / target / f"{kernel.name}-{key}.cubin"
+        return _entry(
+            what, cached, lambda: _compile_cuda(variant, kernel, target, what), ahead, or_private=True
+        )
 
     arch = arch_of_target(target)
     is_shipped = manifest.kernels(arch).get(kernel.name) == kernel  # not another variant with its name
@@ -381,45 +404,19 @@ def find_library(
     folder = f"{platform.machine()}_{isa}"
     # Hash the digest, too: the host library requires a match, and it covers headers the source does not use.
     key = content_key(source, [folder, *compilers.cpp_flags(isa), _headers_digest(source_root())])
-    place = Path(folder) / f"attention_cpu_{dtype}{'_float8' if widens else ''}_{variant.name}-{key}.so"
-    return _find(what, place, lambda: _compile_cpu(variant, source, isa, what), ahead)
+    name = f"attention_cpu_{dtype}{'_float8' if widens else ''}_{variant.name}-{key}.so"
+    return _entry(
+        what,
+        kernel_cache.cache_dir() / folder / name,
+        lambda: _compile_cpu(variant, source, isa, what),
+        ahead,
+        or_private=True,
+    )
 
 
 @cache
 def _headers_digest(root: Path) -> str:
     return headers_digest(root)
-
-
-def _find(
-    what: str, place: Path, compiled: Callable[[], tuple[bytes, str]], ahead: Callable[[], str] | None
-) -> Path:
-    """An entry of the cache. place: path in the cache folder. compiled: returns the entry's content and the
-    compiler's output.
-    """
-    cached = kernel_cache.cache_dir() / place
-    entry, reason = kernel_cache.place(cached)
-    fault = kernel_cache.fault(entry)
-    if not fault:
-        return entry
-    if ahead is not None:
-        raise RuntimeError(f"{what} is not compiled, and ATTN_BACKEND_JIT=0 ({fault}): {ahead()}")
-    if not reason:
-        try:
-            kernel_cache.prepare(entry)
-        except RuntimeError as error:  # the folder is read-only or full
-            reason = str(error)
-            entry = kernel_cache.private_place(cached, reason)
-    if reason:
-        warn_of_private_folder(entry, reason)
-        kernel_cache.prepare(entry)
-    with kernel_cache.locked(
-        entry,
-        compilers.NVCC_TIME_LIMIT,
-        lambda: progress.say(f"waiting for another process, which compiles {what}"),
-    ):
-        if kernel_cache.fault(entry):
-            kernel_cache.store(entry, *compiled())
-    return entry
 
 
 def _nvcc_flags(target: str) -> list[str]:

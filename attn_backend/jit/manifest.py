@@ -1,20 +1,18 @@
 """The table of all kernels that are built ahead of time, used by the build, the lookup, the wheel,
 `attn-backend doctor` and the tests.
 
-The source of a kernel is generated here from `templates`: the types and sizes that it is compiled for,
-and an include of the `.cu` file with its entry.
+The source of a kernel is generated here from a template: the types and sizes that it is compiled for, and an
+include of the `.cu` file with its entry.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from string import Template
 from typing import NamedTuple, Protocol
-
-from . import templates
-from .templates import SHIPPED_VARIANTS, shipped_variant
 
 SM90, SM80 = "sm_90a", "sm_80"
 
@@ -362,6 +360,62 @@ class VariantSource(Protocol):
     def has_transforms(self) -> bool: ...
 
 
+# letter for letter the source of builtin.alibi()
+_ALIBI = """\
+#include "attention/variant/variant_math.h"
+#include "attention/variant/variants.h"
+
+namespace attn {
+
+struct UserVariant : VariantBase {
+  struct Params {
+    ParamTensor<float, 1> slopes;
+  };
+  static constexpr bool kMaskReadsHead = false;
+
+  const ParamTensor<float, 1>& slopes;
+
+  ATTN_HD UserVariant(const Params& params, int32_t /*kv_head*/) : slopes(params.slopes) {}
+
+  ATTN_HD float logits(float logit, const ScoreRow& row, int32_t kv_position) const {
+    return logit + (slopes(row.qo_head) * (static_cast<float>(kv_position) - \
+static_cast<float>(row.position)));
+  }
+
+  ATTN_HD float bias_slope(const ScoreRow& row) const {
+    return slopes(row.qo_head);
+  }
+};
+
+static_assert(sizeof(UserVariant::Params) == 16, "not as Python packs it");
+
+}  // namespace attn
+"""
+
+
+@dataclass(frozen=True)
+class ShippedVariant:
+    """A VariantSource without a mask and without transforms of Q, K, V and the output, because those
+    would need additional kernels.
+    """
+
+    name: str
+    source: str
+    user_sources: Mapping[str, str] = field(default_factory=dict)
+    has_mask: bool = False
+    has_output: bool = False
+    has_transforms: bool = False
+
+
+SHIPPED_VARIANTS = (ShippedVariant("alibi", _ALIBI),)
+_BY_SOURCE = {variant.source: variant for variant in SHIPPED_VARIANTS}
+
+
+def shipped_variant(source: str) -> ShippedVariant | None:
+    """The shipped variant with this source, or None."""
+    return _BY_SOURCE.get(source)
+
+
 def variant_text(variant: VariantSource) -> str:
     """The source of a variant, to be put before a kernel's. Compiler messages about its lines name the
     variant instead of a file of this project.
@@ -402,7 +456,7 @@ def variant_kernels(
         made["row_ranges"] = Kernel(
             f"row_ranges_{variant.name}",
             (arch,),
-            text + templates.ROW_RANGES.substitute(variant=USER_VARIANT),
+            text + _ROW_RANGES.substitute(variant=USER_VARIANT),
         )
     return made
 
@@ -410,6 +464,81 @@ def variant_kernels(
 def out_elements(element: str, float8_out: bool) -> dict[str, str]:
     """Elements that outputs may have, by the prefix of their kernels' names in csrc/."""
     return {"": element} | ({FLOAT8_OUT: OUT_ELEMENT} if float8_out else {})
+
+
+_SM80_ATTENTION = Template("""\
+#include "attention/traits.cuh"
+
+namespace attn {
+using KernelTraits = $traits;
+}  // namespace attn
+
+#include "attention/sm80/attention.cu"
+""")
+
+_SM90_ATTENTION = Template("""\
+#include "attention/sm90/attention.cuh"
+
+namespace attn {
+using KernelTraits = sm90::HopperTraits<$traits>;
+template <class Traits>
+using KernelCopier = feed::$copier<Traits>;
+}  // namespace attn
+
+#include "attention/sm90/attention.cu"
+""")
+
+_MERGE = Template("""\
+#include "attention/variant/variants.h"
+#include "common/elements.cuh"
+
+namespace attn {
+using KernelElement = $element;
+using KernelVariant = $variant;
+}  // namespace attn
+
+#include "attention/merge/merge.cu"
+""")
+
+_MERGE_STATES = Template("""\
+#include "attention/merge/merge_states.cuh"
+
+namespace attn {
+using KernelElement = $element;
+}  // namespace attn
+
+#include "attention/merge/merge_states.cu"
+""")
+
+_ROW_RANGES = Template("""\
+namespace attn {
+using KernelVariant = $variant;
+}  // namespace attn
+
+#include "attention/variant/row_ranges.cu"
+""")
+
+_APPEND_QKV = Template("""\
+#include "common/elements.cuh"
+
+namespace attn {
+using KernelElement = $element;
+using KernelCacheElement = $cache_element;
+constexpr bool kKernelQuantizes = $quantizes;
+}  // namespace attn
+
+#include "cache/append_qkv.cu"
+""")
+
+_SAMPLING_LOGITS = Template("""\
+#include "sampling/device/source.cuh"
+
+namespace attn {
+using KernelElement = $element;
+}  // namespace attn
+
+#include "sampling/device/logits.cu"
+""")
 
 
 def attention_source(design: str, shape: KernelShape, variant_type: str) -> str:
@@ -435,9 +564,9 @@ def attention_source(design: str, shape: KernelShape, variant_type: str) -> str:
         f"{of_q}, {of_out}>"
     )
     template, copier = {
-        "sm80": (templates.SM80_ATTENTION, ""),
-        "sm90": (templates.SM90_ATTENTION, "BoxCopier"),
-        "sm90_gather": (templates.SM90_ATTENTION, "RowCopier"),
+        "sm80": (_SM80_ATTENTION, ""),
+        "sm90": (_SM90_ATTENTION, "BoxCopier"),
+        "sm90_gather": (_SM90_ATTENTION, "RowCopier"),
     }[design]
     if copier and dims.is_wide and has_8_bits:
         copier = "DequantizingCopier"
@@ -446,9 +575,7 @@ def attention_source(design: str, shape: KernelShape, variant_type: str) -> str:
 
 def merge_source(element: str, variant_type: str) -> str:
     """element: of O."""
-    return templates.MERGE.substitute(
-        element=(CUDA_ELEMENTS | CUDA_KV_ELEMENTS)[element], variant=variant_type
-    )
+    return _MERGE.substitute(element=(CUDA_ELEMENTS | CUDA_KV_ELEMENTS)[element], variant=variant_type)
 
 
 def attention_kernels(shape: KernelShape, variants: Iterable[str] = STANDARD_VARIANTS) -> list[Kernel]:
@@ -574,7 +701,7 @@ def _sampling_kernels() -> list[Kernel]:
     logits = {"f32": "Float32Element", "f16": "Float16Element", "bf16": "BFloat16Element"}
     return [
         *(
-            Kernel(sampling_name(name), ARCHS, templates.SAMPLING_LOGITS.substitute(element=element))
+            Kernel(sampling_name(name), ARCHS, _SAMPLING_LOGITS.substitute(element=element))
             for name, element in logits.items()
         ),
         *(
@@ -587,7 +714,7 @@ def _sampling_kernels() -> list[Kernel]:
 def append_qkv_kernel(element: str, kv_element: str | None = None) -> Kernel:
     """The kernel of append_qkv_name(). With two 16-bit types it is not built ahead of time."""
     quantizes = kv_element in CUDA_KV_ELEMENTS
-    text = templates.APPEND_QKV.substitute(
+    text = _APPEND_QKV.substitute(
         element=CUDA_ELEMENTS[element],
         cache_element=CUDA_ELEMENTS.get(kv_element or "", CUDA_ELEMENTS[element]),
         quantizes=str(quantizes).lower(),
@@ -604,7 +731,7 @@ _ALL = (
     *(append_qkv_kernel(element, kv_element) for element in CUDA_ELEMENTS for kv_element in (None, "e4m3")),
     *_attention_kernels(),
     *(
-        Kernel(merge_states_name(name), ARCHS, templates.MERGE_STATES.substitute(element=element))
+        Kernel(merge_states_name(name), ARCHS, _MERGE_STATES.substitute(element=element))
         for name, element in STATE_ELEMENTS.items()
     ),
     *_sampling_kernels(),

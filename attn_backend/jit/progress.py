@@ -1,8 +1,9 @@
-"""Progress output for work that takes seconds or longer."""
+"""Messages to the user: progress of work that takes seconds or longer, and warnings."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import sys
 import threading
@@ -13,6 +14,8 @@ from typing import TextIO, TypeVar
 
 T = TypeVar("T")
 
+LOGGER = logging.getLogger("attn_backend")
+warned: set[str] = set()  # this process has logged these
 LINE_EVERY_S = 10.0  # if there is no live line
 
 
@@ -104,3 +107,14 @@ def say(text: str) -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr is closed or missing
         sys.stderr.write(f"attn_backend: {text}\n")
         sys.stderr.flush()
+
+
+def warn_once(message: str, logger: logging.Logger = LOGGER, *, subject: str | None = None) -> None:
+    """Logs a warning once per process.
+
+    Args:
+        subject: only the first warning with this subject is logged.
+    """
+    if (subject or message) not in warned:
+        warned.add(subject or message)
+        logger.warning(message)

@@ -1121,7 +1121,8 @@ def _zeros(num_bytes: int, device: torch.device) -> Tensor:
 
 _arguments = inspect.signature(Attention.__init__)
 # The signature that help() and editors show, instead of __new__'s.
-Attention.__signature__ = _arguments.replace(parameters=list(_arguments.parameters.values())[1:])  # type: ignore[attr-defined]
+_arguments = _arguments.replace(parameters=list(_arguments.parameters.values())[1:])
+Attention.__signature__ = _arguments  # type: ignore[attr-defined]
 
 
 class DebugAttention(Attention):

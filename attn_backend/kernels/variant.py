@@ -1,33 +1,37 @@
 """The variant of an Attention: its kernel files, the interval that plan uses, and the arguments of its
 functions.
+
+The way from Python functions to a kernel:
+
+1. `variants/variant.py` has them traced (`tracing.py`) and written as a C++ struct (`cpp.py`).
+2. `AttentionVariant` below asks `jit/manifest.py` for its kernels: their names and sources.
+3. `jit/cubins.py` finds each kernel or compiles it. Without a compiler, a CPU runs `interpreter.py`.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..jit import compilers, cubins, manifest
 from ..jit.manifest import HeadDims
-from ..metadata import BSRView, KVCache, PageTable
+from ..jit.progress import warn_once
+from ..metadata import BSRView, KVCache
 from ..metadata.kv_cache import Scale
-from ..metadata.views import check_page_ids
 from ..settings import Settings
 from ..validation import dtype_name, refuse
 from ..variants import Variant, builtin
 from ..variants.params import check_shapes
+from .interpreter import can_be_interpreted, interpret
 from .native import MissingKernelError, kv_element_of, library
 
 
@@ -114,247 +118,6 @@ def _is_imported(module: ModuleType, name: str) -> bool:
         return False
     imported = [alias for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
     return any((alias.asname or alias.name) in (name, "*") for alias in imported)
-
-
-logger = logging.getLogger("attn_backend")
-
-_TILE_ROWS = 256
-_TILE_TOKENS = 1024
-_warned: list[str] = []
-
-
-def can_be_interpreted(variant: Variant) -> bool:
-    """Whether Python functions, traced or built-in, define the whole variant."""
-    return variant.reference() is not None and not variant.has_output
-
-
-def warn_of_interpreter(variant: Variant, reason: str) -> None:
-    """Warns once per process."""
-    if not _warned:
-        _warned.append(variant.name)
-        logger.warning(
-            "attn_backend: variant %s is interpreted, many times slower than compiled: %s",
-            variant.name,
-            reason,
-        )
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Rows of one request, with all of its tokens in one level."""
-
-    request: int  # index in the view
-    rows: Tensor  # int64 [rows], rows of Q
-    # int64 [rows], positions among the level's tokens of the request, for causal and window_left
-    places: Tensor
-    positions: Tensor  # int64 [rows], given to the variant
-    indices: Tensor  # int64 [rows], among the rows of the request
-    requests: Tensor  # int64 [rows]
-    slots: Tensor  # int64 [tokens]
-    kv_offset: int
-    kv_len: int  # given to the variant
-
-
-def interpret(
-    variant: Variant,
-    args: Mapping[str, Any],
-    levels: Sequence[BSRView],
-    visibilities: Sequence[tuple[bool, int]],
-    q: Tensor,
-    kv: KVCache,
-    out: Tensor,
-    lse: Tensor | None,
-    sm_scale: float,
-    sinks: Tensor | None,
-    q_scale: Scale,
-    out_scale: Scale,
-) -> None:
-    """Attention.run() in torch. All arguments are checked, except page ids. visibilities: causal and
-    window_left of each level. If the variant transforms rows, their scales are applied before the transform.
-    Other scales multiply the scores before the variant sees them, or the sums of values.
-
-    Raises:
-        ValueError: a page id beyond the cache, or levels that lack something the variant's functions need.
-    """
-    levels = [view.with_slots_counted() for view in levels]
-    for view in levels:
-        check_page_ids(view, kv.num_pages)
-    states = _States(out, variant.uses_softmax)
-    functions = variant.reference()
-    assert functions is not None
-    # (scales of transformed rows, scales of other rows)
-    k_scales = (kv.k_scale, None) if variant.has_key else (None, kv.k_scale)
-    v_scales = (kv.v_scale, None) if variant.has_value else (None, kv.v_scale)
-    q_scales = (q_scale, None) if variant.has_query else (None, q_scale)
-    heads, kv_heads = torch.arange(q.shape[1])[:, None, None], torch.arange(kv.num_kv_heads)[None, :]
-    for view, (causal, window_left) in zip(levels, visibilities, strict=True):
-        if len(levels) > 1 and variant.causal and not causal and view.positions is None:
-            refuse(
-                "positions",
-                None,
-                f"given in levels that are not causal: variant {variant.name}, which is interpreted, hides "
-                f"what comes after a row",
-            )
-        for pairs in _pairs_of(view, q.shape[0]):
-            row_tiles = torch.arange(pairs.rows.numel()).split(_TILE_ROWS)
-            for tokens in torch.arange(pairs.slots.numel()).split(_TILE_TOKENS):
-                page, place = pairs.slots[tokens] // kv.page_size, pairs.slots[tokens] % kv.page_size
-                token, kv_len = pairs.kv_offset + tokens, torch.tensor(pairs.kv_len)
-                of_tokens = (torch.tensor(pairs.request), kv_heads, token[:, None], args)
-                k_scale, v_scale = (
-                    _of_heads(scales[0], of_tokens[0][None], kv.num_kv_heads)[0, :, None]
-                    for scales in (k_scales, v_scales)
-                )
-                k = functions.key(kv.k[page, place].double() * k_scale, *of_tokens, kv_len=kv_len)
-                v = functions.value(kv.v[page, place].double() * v_scale, *of_tokens, kv_len=kv_len)
-                token = token[None, None, :]
-                for tile in row_tiles:
-                    rows, position = pairs.rows[tile], pairs.positions[tile][None, :, None]
-                    request, index = pairs.requests[tile][None, :, None], pairs.indices[tile][None, :, None]
-                    of_rows = (request[0], heads[:, 0, 0], position[0], args)
-                    of_rows_scales = (*q_scales, k_scales[1], v_scales[1])
-                    own_q, of_q, of_k, of_v = (
-                        _of_heads(scale, pairs.requests[tile], kv.num_kv_heads) for scale in of_rows_scales
-                    )
-                    own_q = own_q.repeat_interleave(q.shape[1] // kv.num_kv_heads, 1)[:, :, None]
-                    queries = functions.query(
-                        q[rows].double() * own_q, *of_rows, row=rows[:, None], kv_len=kv_len
-                    )
-                    products = (
-                        _scores(queries, k)
-                        * sm_scale
-                        * (of_k * of_q).repeat_interleave(q.shape[1] // kv.num_kv_heads, 1).T[:, :, None]
-                    )
-                    scores = functions.logits(products, request, heads, position, token, args)
-                    distance = pairs.places[tile][:, None] - tokens[None, :]
-                    seen = functions.mask(request, heads, position, token, args, index=index, kv_len=kv_len)
-                    seen = (
-                        seen
-                        & ((distance >= 0) | (not causal))
-                        & ((distance <= window_left) | (window_left < 0))
-                    )
-                    states.add(rows, scores, seen, v, of_v)
-    states.finish(out, lse, sinks, out_scale)
-
-
-def _of_heads(scale: Scale, requests: Tensor, num_kv_heads: int) -> Tensor:
-    """[rows, KV heads]: the scale for rows of these requests; requests out of range are clamped."""
-    scale = torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float64)
-    of_rows = scale[requests.clamp(0, scale.shape[0] - 1)] if scale.ndim == 2 else scale
-    return of_rows.expand(requests.numel(), num_kv_heads)
-
-
-def _scores(q: Tensor, k: Tensor) -> Tensor:
-    """[heads, rows, tokens] from q [rows, heads, head_dim] and k [tokens, KV heads, head_dim]."""
-    rows, heads, head_dim = q.shape
-    grouped = q.reshape(rows, k.shape[1], -1, head_dim)
-    return torch.einsum("rkgd,tkd->kgrt", grouped, k).reshape(heads, rows, k.shape[0])
-
-
-class _States:
-    """Attention states of all rows of Q, in float64. Tiles are added in any order, by online softmax, or as
-    sums without softmax.
-    """
-
-    def __init__(self, out: Tensor, uses_softmax: bool) -> None:
-        rows, heads, head_dim_v = out.shape
-        self._uses_softmax = uses_softmax
-        self._is_planned = torch.zeros(rows, dtype=torch.bool)
-        self._peak = torch.full((rows, heads), -torch.inf, dtype=torch.float64)
-        self._sum = torch.zeros(rows, heads, dtype=torch.float64)
-        self._o = torch.zeros(rows, heads, head_dim_v, dtype=torch.float64)
-
-    def add(self, rows: Tensor, scores: Tensor, seen: Tensor, v: Tensor, v_scale: Tensor) -> None:
-        """scores, seen: [heads, rows, tokens]; v: [tokens, KV heads, head_dim]; v_scale: [rows, KV heads]."""
-        self._is_planned[rows] = True
-        if not v.shape[0]:
-            return
-        weights = scores.masked_fill(~seen, -torch.inf if self._uses_softmax else 0.0).transpose(0, 1)
-        if self._uses_softmax:
-            before = self._peak[rows]
-            peak = torch.maximum(before, weights.amax(dim=-1))
-            base = peak.masked_fill(peak == -torch.inf, 0.0)
-            weights, rescale = torch.exp(weights - base[..., None]), torch.exp(before - base)
-            self._peak[rows] = peak
-            self._sum[rows] = self._sum[rows] * rescale + weights.sum(dim=-1)
-            self._o[rows] *= rescale[..., None]
-        grouped = weights.unflatten(1, (v.shape[1], -1)) * v_scale[:, :, None, None]
-        self._o[rows] += torch.einsum("rkgt,tkd->rkgd", grouped, v).flatten(1, 2)
-
-    def finish(self, out: Tensor, lse: Tensor | None, sinks: Tensor | None, out_scale: Scale) -> None:
-        """Writes the rows that the plan covers."""
-        rows, o, peak, total = self._is_planned, self._o, self._peak, self._sum
-        if self._uses_softmax:
-            if sinks is not None:
-                sinks = sinks.double()
-                with_sink = torch.maximum(peak, sinks)
-                rescale = torch.exp(peak - with_sink)
-                peak, o, total = (
-                    with_sink,
-                    o * rescale[..., None],
-                    total * rescale + torch.exp(sinks - with_sink),
-                )
-            o = o / total.masked_fill(total == 0, 1.0)[..., None]
-        if out_scale is not None:
-            limit = torch.finfo(out.dtype).max
-            o = (o / out_scale).clamp(-limit, limit).float()  # rounded once, as in kernels
-        out[rows] = o[rows].to(out.dtype)
-        if lse is not None:
-            lse[rows] = (peak + torch.log(total))[rows].float()
-
-
-def _pairs_of(view: BSRView, num_rows: int) -> Iterator[Pairs]:
-    """One Pairs for each request that has rows; num_rows: rows of Q."""
-    for request in range(view.batch_size):
-        begin, end = (int(view.qo_indptr[i]) for i in (request, request + 1))
-        indices = torch.arange(end - begin)
-        rows = torch.arange(begin, end) if view.rows is None else view.rows[begin:end].long()
-        is_there = rows < num_rows
-        rows, indices = rows[is_there], indices[is_there]
-        if not rows.numel():
-            continue
-        slots = _slots_of(view.table, request)
-        places = slots.numel() - (end - begin) + indices
-        kv_offset = 0 if view.kv_offsets is None else int(view.kv_offsets[request])
-        yield Pairs(
-            request,
-            rows,
-            places,
-            kv_offset + places if view.positions is None else view.positions[rows].long(),
-            indices,
-            torch.full_like(rows, request) if view.requests is None else view.requests[rows].long(),
-            slots,
-            kv_offset,
-            kv_offset + slots.numel(),
-        )
-
-
-def _slots_of(table: PageTable, request: int) -> Tensor:
-    """int64 [tokens]: page * page_size + offset in the page, for each token of a request."""
-    if table.indptr is not None:
-        begin, end = (int(table.indptr[i]) for i in (request, request + 1))
-        if table.indices is None:
-            return torch.arange(begin, end)
-        pages = table.indices[begin:end]
-        if table.last_page_len is None:
-            assert table.kv_lens is not None
-            kv_len = int(table.kv_lens[request])
-            pages = pages[: -(-kv_len // table.page_size)]
-        else:
-            kv_len = (
-                (end - begin - 1) * table.page_size + int(table.last_page_len[request]) if end > begin else 0
-            )
-    else:
-        assert table.indices is not None
-        assert table.kv_lens is not None
-        kv_len = int(table.kv_lens[request])
-        row = table.indices[request if table.rows is None else int(table.rows[request])]
-        pages = (
-            row[: kv_len : table.page_size] // table.page_size
-            if table.rows is not None
-            else row[: -(-kv_len // table.page_size)]
-        )
-    return (pages.long()[:, None] * table.page_size + torch.arange(table.page_size)).flatten()[:kv_len]
 
 
 VariantArgs = Mapping[str, Tensor | float | int]
@@ -456,7 +219,11 @@ class AttentionVariant:
         except RuntimeError as error:
             if not jit or compilers.cpp_compiler() is not None or not can_be_interpreted(self.variant):
                 raise
-            warn_of_interpreter(self.variant, str(error))
+            warn_once(
+                f"attn_backend: variant {self.variant.name} is interpreted, many times slower than compiled: "
+                f"{error}",
+                subject="interpreter",
+            )
         self.is_interpreted = True
         return {}
 

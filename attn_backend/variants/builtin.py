@@ -238,7 +238,8 @@ def multi_item_scoring(prefix_len: Tensor | None = None, token_pos_in_items: Ten
 
     def multi_item_scoring(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         prefix = prefix_len[b]  # type: ignore[index]
-        before = token_pos_in_items[b, torch.clamp(q_idx - prefix, min=0)].to(torch.int32)  # type: ignore[index]
+        place = torch.clamp(q_idx - prefix, min=0)
+        before = token_pos_in_items[b, place].to(torch.int32)  # type: ignore[index]
         return (kv_idx <= q_idx) & ((q_idx < prefix) | (kv_idx < prefix) | (q_idx - kv_idx < before))
 
     params = [

@@ -63,8 +63,8 @@ TRANSFORMS = ("query", "key", "value")
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """The elements of a row that are transformed together (PairLayout in csrc/attention/variant/variants.h).
+class PairLayout:
+    """The elements of a row that are transformed together, as in csrc/attention/variant/variants.h.
 
     Args:
         distance: columns between the two elements of a pair; None: half of the head's columns.
@@ -96,7 +96,7 @@ class Body:
     hooks: frozenset[str]
     uses_softmax: bool
     code: str
-    pairs: Pairs = Pairs()
+    pairs: PairLayout = PairLayout()
     tells_requests_apart: bool = False
     skips_kv_tiles: bool = False
 
@@ -315,7 +315,7 @@ def has_bias_slope(bodies: Sequence[Body]) -> bool:
     return ["bias_slope" in body.hooks for body in bodies if "logits" in body.hooks] == [True]
 
 
-def pairs_of(hook_name: str, bodies: Sequence[Body]) -> Pairs:
+def pairs_of(hook_name: str, bodies: Sequence[Body]) -> PairLayout:
     """The elements that a transform takes, in several bodies.
 
     Raises:
@@ -329,10 +329,10 @@ def pairs_of(hook_name: str, bodies: Sequence[Body]) -> Pairs:
                 f"{_describe(having[0].pairs)} and for {_describe(body.pairs)}, "
                 "must be for the same"
             )
-    return having[0].pairs if having else Pairs()
+    return having[0].pairs if having else PairLayout()
 
 
-def _describe(pairs: Pairs) -> str:
+def _describe(pairs: PairLayout) -> str:
     return f"pair_distance={pairs.distance}, pair_columns={pairs.columns}"
 
 
@@ -341,7 +341,7 @@ def _pair_layouts(bodies: Sequence[Body]) -> str:
     text = ""
     for hook_name in TRANSFORMS:
         pairs = pairs_of(hook_name, bodies)
-        if pairs != Pairs():
+        if pairs != PairLayout():
             text += (
                 f"  static constexpr PairLayout k{hook_name.capitalize()}Pairs{{{pairs.distance or 0}, "
                 f"{pairs.columns or 0}}};\n"
@@ -438,7 +438,7 @@ def _struct_name(name: str) -> str:
 _SHARED = ("position", "kv_head")
 
 
-def body_from(cpp: object, params: Sequence[Param], name: str, pairs: Pairs) -> Body:
+def body_from(cpp: object, params: Sequence[Param], name: str, pairs: PairLayout) -> Body:
     """Checks for errors that a compiler would not explain in the user's terms; the compiler reports the rest.
 
     Raises:
@@ -490,7 +490,7 @@ def body_from(cpp: object, params: Sequence[Param], name: str, pairs: Pairs) -> 
             "cpp has bias_slope() without logits(), must have both: logit + bias_slope(row) * (kv_position - "
             "row.position)"
         )
-    if not found.keys() & set(TRANSFORMS) and pairs != Pairs():
+    if not found.keys() & set(TRANSFORMS) and pairs != PairLayout():
         raise ValueError(
             f"pair_distance is {pairs.distance} and pair_columns {pairs.columns}, must be None: cpp has none "
             f"of {', '.join(TRANSFORMS)}"

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
@@ -311,19 +311,20 @@ def select(condition: Node, yes: Node, no: Node) -> Node:
 
 def power(a: Node, b: Node) -> Node:
     """a ** b, if products, square roots or powers of a constant can express it."""
-    if b.is_constant and b.value in (0.5, -0.5):
+    exponent: Any = b.value if b.is_constant and b.kind != Kind.BOOL else None
+    if exponent in (0.5, -0.5):
         root = function("sqrt", a)
-        return root if b.value == 0.5 else divide(constant(1.0), root)
-    if b.is_constant and b.kind != Kind.BOOL and float(b.value).is_integer() and 1 <= abs(b.value) <= 8:  # type: ignore[arg-type]
+        return root if exponent == 0.5 else divide(constant(1.0), root)
+    if exponent is not None and float(exponent).is_integer() and 1 <= abs(exponent) <= 8:
         a = cast(a, max(a.kind, Kind.INT))
-        if b.kind == Kind.INT and a.kind == Kind.INT and b.value < 0:  # type: ignore[operator]
+        if b.kind == Kind.INT and a.kind == Kind.INT and exponent < 0:
             raise ExpressionError("an integer to a negative integer power, which torch does not have")
         if b.kind == Kind.FLOAT:
             a = cast(a, Kind.FLOAT)
         product = a
-        for _ in range(abs(int(b.value)) - 1):  # type: ignore[arg-type]
+        for _ in range(abs(int(exponent)) - 1):
             product = arithmetic("mul", product, a)
-        return product if b.value > 0 else divide(constant(1.0), product)  # type: ignore[operator]
+        return product if exponent > 0 else divide(constant(1.0), product)
     if a.is_constant and a.value > 0 and b.kind == Kind.FLOAT:  # type: ignore[operator]
         return function("exp2", arithmetic("mul", b, constant(math.log2(a.value))))  # type: ignore[arg-type]
     raise ExpressionError(

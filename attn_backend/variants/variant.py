@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..validation import check_int, check_types, describe, refuse
-from .cpp import HOOKS, TRANSFORMS, Body, Pairs, body_from, has_bias_slope, hook, pairs_of, source_of
+from .cpp import HOOKS, TRANSFORMS, Body, PairLayout, body_from, has_bias_slope, hook, pairs_of, source_of
 from .expressions import SCORE, bias_slope, constant, is_interval, visibility_of
 from .params import MAX_BYTES, Layout, Param, check_value, params_from
 from .reference import Reference, ReferenceFunctions
@@ -480,7 +480,7 @@ def _window_mask(window_left: int) -> Variant:
     )
 
 
-def _checked_pairs(distance: int | None, columns: int | None) -> Pairs:
+def _checked_pairs(distance: int | None, columns: int | None) -> PairLayout:
     if distance is not None:
         distance = check_int("pair_distance", distance, 1)
         if distance != 1 and distance % 8:
@@ -495,7 +495,7 @@ def _checked_pairs(distance: int | None, columns: int | None) -> Pairs:
                 if distance is None
                 else f"a multiple of 2 * pair_distance = {2 * distance}",
             )
-    return Pairs(distance, columns)
+    return PairLayout(distance, columns)
 
 
 def _name_of(function: Callable[..., Any]) -> str:

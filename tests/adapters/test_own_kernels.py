@@ -7,10 +7,9 @@ from pathlib import Path
 import model_configs as configs
 import pytest
 
-from attn_backend.adapters.checkpoint import Checkpoint
+from attn_backend.adapters.checkpoint import PARTLY, REFUSED, SERVED, Checkpoint
 from attn_backend.adapters.own_kernels import OWN_KERNELS, Missing, judge, matrix
 from attn_backend.adapters.served import report_layers
-from attn_backend.adapters.verdict import PARTLY, REFUSED, SERVED
 from attn_backend.releases import RELEASES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -183,7 +183,7 @@ def test_bench_measures_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_bench_agrees_with_its_peer_on_a_shared_prefix() -> None:
-    batch = bench.Batch(bench.ON_CPU[3], "cpu")
+    batch = bench.CaseTensors(bench.ON_CPU[3], "cpu")
     assert (bench.ours(batch)[1]() - bench.torch_sdpa(batch)()).abs().max() < 1e-4
 
 
@@ -195,7 +195,7 @@ def test_bench_refuses_a_case_that_there_is_not(capsys: pytest.CaptureFixture[st
 def test_bench_does_not_take_this_package_for_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", import_module("attn_backend.flashinfer"))
     with pytest.raises(ImportError, match="alias of this package"):
-        bench.flashinfer(bench.Batch(bench.ON_CPU[0], "cpu"))
+        bench.flashinfer(bench.CaseTensors(bench.ON_CPU[0], "cpu"))
 
 
 class FakeServer(BaseHTTPRequestHandler):

@@ -12,8 +12,7 @@ import model_configs as configs
 import pytest
 
 from attn_backend import releases
-from attn_backend.adapters.checkpoint import Checkpoint, NotAConfiguration
-from attn_backend.adapters.verdict import PARTLY, REFUSED, SERVED
+from attn_backend.adapters.checkpoint import PARTLY, REFUSED, SERVED, Checkpoint, NotAConfiguration
 from attn_backend.cli import model
 from attn_backend.cli.main import main
 from attn_backend.releases import RELEASES

@@ -152,6 +152,8 @@ WITHOUT_A_ROW = {
     "draws from ... logits change with the batch that they are made in": "a reason",
     "tokens of probabilities ... were drawn with frequencies ...": "a reason",
     "the sampler flags rows of ordinary logits as invalid": "a reason",
+    # after a reason and an advice
+    "attn_backend: ....... Until then compiled kernels are kept in a private folder instead: ...": "complete",
     # the text before `Attention is slower by a few percent`
     "kernels are used without addresses of their code, since the driver rejects them (...)": "a reason",
     "compiled kernels do not say where their code lies (...: ...)": "a reason",

@@ -607,7 +607,7 @@ FAULTS = (
     ),
     Fault(
         "vLLM: images of the step before",
-        "attn_backend/adapters/spans.py",
+        "attn_backend/adapters/layers.py",
         "                self.clear()\n",
         "                pass\n",
         VLLM,
@@ -660,6 +660,13 @@ FAULTS = (
         "cached + first - 1 + in_item",
         "cached + first + in_item",
         ("tests/adapters/sglang/test_sglang_items.py", "-k", "tables"),
+    ),
+    Fault(
+        "SGLang: padding of an idle rank is planned",
+        "attn_backend/adapters/sglang/batch.py",
+        "        if batch_size == 0 or mode.is_idle():",
+        "        if batch_size == 0:",
+        ("tests/adapters/sglang/test_sglang_backend.py", "-k", "dp_attention"),
     ),
     Fault(
         "SGLang: chunks counted from the window pool's first token",
@@ -1095,6 +1102,20 @@ FAULTS = (
         "        member.__reduce_ex__ = lambda protocol: (_own_name, (path,))\n",
         "",
         ("tests/adapters/vllm/test_vllm_plugin.py", "-k", "reaches_processes"),
+    ),
+    Fault(
+        "vLLM: the prefill backend of another package is replaced",
+        "attn_backend/adapters/vllm/compat.py",
+        "    if not MLAPrefillBackendEnum.CUSTOM.is_overridden():",
+        "    if True:",
+        ("tests/adapters/vllm/test_vllm_mla.py", "-k", "another_package"),
+    ),
+    Fault(
+        "vLLM: a backend for one kind of layers is no choice of ours",
+        "attn_backend/adapters/vllm/compat.py",
+        'for name in (getattr(attention, "backend", None), *per_kind.values())',
+        'for name in (getattr(attention, "backend", None),)',
+        ("tests/adapters/vllm/test_vllm_choice.py", "-k", "kind_of_layers"),
     ),
     Fault(
         "threads: a child that is forked while a pool is made waits for the thread that makes it",

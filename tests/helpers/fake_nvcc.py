@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attn_backend.jit import cubins, kernel_cache
+from attn_backend.jit import cubins, kernel_cache, progress
 
 FATBIN = struct.pack("<IHHQ", 0xBA55ED50, 1, 16, 8) + b"a kernel"
 
@@ -59,7 +59,7 @@ class FakeKernels:
         monkeypatch.setattr(cubins, "kernel_sources", lambda arch: self.sources)
         monkeypatch.setattr(cubins, "PACKAGE", folder / "package")
         monkeypatch.setattr(cubins, "nvcc", lambda: str(self.nvcc))
-        monkeypatch.setattr(cubins, "_warned", [])
+        monkeypatch.setattr(progress, "warned", set())
         cubins.find_kernel.cache_clear()
 
     def runs(self) -> int:

@@ -88,6 +88,7 @@ MEMBERS = {
             "num_heads scale kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim vllm_config "
             "prepare_metadata"
         ),
+        "vllm.v1.attention.backends.mla.prefill.registry:MLAPrefillBackendEnum": "CUSTOM is_overridden",
         "vllm.config.attention:AttentionConfig": "mla_prefill_backend hisparse_config backend "
         "backend_per_kind use_non_causal",
         "vllm.v1.kv_cache_interface:MLAAttentionSpec": "block_size dtype block_stride_alignment "
@@ -228,6 +229,7 @@ MODULES = {
 CALLS = {
     "vllm": {
         "vllm.v1.attention.backends.registry:register_backend": (2, ""),
+        "vllm.v1.attention.backends.mla.prefill.registry:register_mla_prefill_backend": (2, ""),
         "vllm.config:get_layers_from_vllm_config": (3, ""),
         "vllm.config:get_current_vllm_config_or_none": (0, ""),
         "vllm.v1.attention.backends.utils:get_dcp_local_seq_lens": (4, ""),

@@ -8,8 +8,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from attn_backend.adapters.checkpoint import Checkpoint
-from attn_backend.adapters.verdict import SERVED
+from attn_backend.adapters.checkpoint import SERVED, Checkpoint
 from attn_backend.cli.model import judge
 from attn_backend.releases import RELEASES
 from integration.tiny_models.families import FAMILIES

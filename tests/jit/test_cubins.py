@@ -243,8 +243,8 @@ def test_without_jit_only_what_was_compiled_ahead_is_used(
     monkeypatch.setenv("ATTN_BACKEND_JIT", "0")
     with pytest.raises(
         RuntimeError,
-        match=r"kernel k is not compiled, and ATTN_BACKEND_JIT=0.*`attn-backend compile --arch sm_90a` "
-        r"compiles it ahead",
+        match=r"kernel k for sm_90a is not compiled, and ATTN_BACKEND_JIT=0.*"
+        r"`attn-backend compile --arch sm_90a` compiles it ahead",
     ):
         cubins.find_kernel("k", "sm_90a")
     assert fake.runs() == 0

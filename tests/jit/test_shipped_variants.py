@@ -15,8 +15,7 @@ from variant_fuzz.catalogue import by_reference
 
 from attn_backend import Variant
 from attn_backend.jit import compilers, cubins, manifest
-from attn_backend.jit.manifest import HeadDims
-from attn_backend.jit.templates import SHIPPED_VARIANTS
+from attn_backend.jit.manifest import SHIPPED_VARIANTS, HeadDims
 from attn_backend.variants import builtin
 
 HOPPER, GENERIC = manifest.DESIGNS["hopper"], manifest.DESIGNS["generic"]
@@ -39,7 +38,7 @@ NOT_SHIPPED = {
 def test_the_shipped_sources_are_those_of_the_built_ins(shipped: manifest.VariantSource) -> None:
     variant = Variant.builtin(shipped.name)
     assert shipped.source == variant.source, (
-        f"jit/templates.py must have, for {shipped.name}:\n{variant.source}"
+        f"jit/manifest.py must have, for {shipped.name}:\n{variant.source}"
     )
     assert (shipped.has_mask, shipped.has_output) == (variant.has_mask, variant.has_output)
 

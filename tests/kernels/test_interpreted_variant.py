@@ -20,21 +20,21 @@ from variant_fuzz.catalogue import Entry, by_reference, entries
 from variant_fuzz.runner import run_case, tasks
 
 from attn_backend import Attention, BSRView, Composition, KVCache, PageTable, Variant
-from attn_backend.jit import compilers
-from attn_backend.kernels import variant
+from attn_backend.jit import compilers, progress
+from attn_backend.kernels.interpreter import can_be_interpreted
 from attn_backend.variants import builtin
 
 CPU = torch.device("cpu")
 # levels, a forest, chunks; number 1 has too many rows and tokens: it takes twenty times as long as these
 CASES = (0, 2, 5)
-INTERPRETED = [entry for entry in entries() if variant.can_be_interpreted(entry.variant)]
+INTERPRETED = [entry for entry in entries() if can_be_interpreted(entry.variant)]
 
 
 @pytest.fixture(autouse=True)
 def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path))
     monkeypatch.setattr(compilers, "cpp_compiler", lambda: None)
-    monkeypatch.setattr(variant, "_warned", [])
+    monkeypatch.setattr(progress, "warned", set())
 
 
 def test_traced_functions_and_builtins_are_interpreted() -> None:

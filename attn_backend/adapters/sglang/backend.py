@@ -28,15 +28,15 @@ from torch import Tensor
 from torch.nn import Module
 
 from attn_backend import Attention, KVCache, append_kv
-from attn_backend.adapters.capability import warn_if_untried
 from attn_backend.adapters.layers import LayerSpec
+from attn_backend.adapters.served import warn_if_untried
 from attn_backend.kernels.append import append_rounded
 from attn_backend.metadata.kv_cache import SCALED_DTYPES
 
 from . import compat
-from .batch import Batch, BatchReader, is_uniform
+from .batch import BatchReader, Step, is_uniform
 from .mla import append_latents, ask_for_parts, has_latents
-from .plan import Plan, WindowSlots, rounds_queries
+from .plan import StepPlanner, WindowSlots, rounds_queries
 from .support import (
     attention_layers,
     check_runner,
@@ -55,10 +55,12 @@ from .support import (
 logger = logging.getLogger(__name__)
 
 
-class Layer:
+class LayerState:
     """The state of a layer between steps."""
 
-    def __init__(self, layer: RadixAttention, plan: Plan, slopes: Tensor | None, cache: LayerCache) -> None:
+    def __init__(
+        self, layer: RadixAttention, plan: StepPlanner, slopes: Tensor | None, cache: LayerCache
+    ) -> None:
         self.plan = plan
         self.slopes = slopes
         self.num_qo_heads: int = layer.tp_q_head_num
@@ -89,7 +91,7 @@ class SGLangAttentionBackend(AttentionBackend):
         self.kv_dtype: torch.dtype = runner.kv_cache_dtype
         # SGLang reads it when it makes masks
         self.max_context_len: int = runner.model_config.context_len
-        self.forward_metadata: Batch | None = None  # the name that the engine clears on idle steps
+        self.forward_metadata: Step | None = None  # the name that the engine clears on idle steps
         warn_if_untried(self.device, logger)
 
         self._is_float8 = self.kv_dtype in SCALED_DTYPES
@@ -122,9 +124,9 @@ class SGLangAttentionBackend(AttentionBackend):
         )
         self._window_slots: Tensor | None = None  # where this step's tokens go in the window pool
         self._allocate_buffers()
-        self._plans: dict[LayerSpec, Plan] = {}
+        self._plans: dict[LayerSpec, StepPlanner] = {}
         self._caches: dict[int, LayerCache] = {}
-        self._layers: dict[RadixAttention, Layer] = {}
+        self._layers: dict[RadixAttention, LayerState] = {}
         for layer, parent in attention_layers(runner.model, is_encoder_decoder):
             self._remember(layer, parent)
 
@@ -143,6 +145,10 @@ class SGLangAttentionBackend(AttentionBackend):
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
+
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        """On a CPU, SGLang asks this instead for the padding of ranks (--attn-dp-size). Since 0.5.19."""
+        return self.get_cuda_graph_seq_len_fill_value()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Called before anything of these sizes is captured."""
@@ -182,7 +188,7 @@ class SGLangAttentionBackend(AttentionBackend):
         if is_uniform(forward_batch.forward_mode):
             self._plan(forward_batch)
 
-    def plan_step(self, batch: Batch | None) -> None:
+    def plan_step(self, batch: Step | None) -> None:
         """Plans a step for all layers. None: nothing to attend to."""
         self.forward_metadata = batch
         if batch is None:
@@ -204,7 +210,7 @@ class SGLangAttentionBackend(AttentionBackend):
             self._window_slots = self._window.translate(forward_batch.out_cache_loc)
         self.plan_step(batch)
 
-    def _plan_late(self, plan: Plan) -> Attention:
+    def _plan_late(self, plan: StepPlanner) -> Attention:
         """Plans for a layer that was not found in the model at start, after the plans of the others."""
         if self.forward_metadata is None:
             raise RuntimeError("a layer's forward was called before init_forward_metadata")
@@ -366,7 +372,7 @@ class SGLangAttentionBackend(AttentionBackend):
 
     # Layers and buffers.
 
-    def _remember(self, layer: RadixAttention, parent: Module | None = None) -> Layer:
+    def _remember(self, layer: RadixAttention, parent: Module | None = None) -> LayerState:
         in_window_pool = self._window is not None and self._window.holds(layer.layer_id)
         chunk = self._attention_chunk_size
         spec = layer_spec(
@@ -381,13 +387,13 @@ class SGLangAttentionBackend(AttentionBackend):
         if plan is None:
             nodes_of_trees = 0 if spec.of_this_step else self._nodes_of_trees
             float8_extends = self._has_extends and rounds_queries(spec, self.device)
-            plan = self._plans[spec] = Plan(
+            plan = self._plans[spec] = StepPlanner(
                 spec, self.dtype, self.device, self._max_rows, self._max_batch, nodes_of_trees, float8_extends
             )
         slopes = slopes_of(parent)
         slopes = None if slopes is None else slopes.to(self.device, torch.float32)
         cache = self._caches.setdefault(layer.layer_id, LayerCache(makes_v_anew=self._has_latents))
-        known = self._layers[layer] = Layer(layer, plan, slopes, cache)
+        known = self._layers[layer] = LayerState(layer, plan, slopes, cache)
         return known
 
     def _allocate_buffers(self) -> None:
@@ -397,14 +403,14 @@ class SGLangAttentionBackend(AttentionBackend):
             self._window.allocate(self._max_rows)
 
 
-def _output(q: Tensor, num_rows: int, known: Layer, forward_batch: Any) -> Tensor:
+def _output(q: Tensor, num_rows: int, known: LayerState, forward_batch: Any) -> Tensor:
     """[rows, num_qo_heads * head_dim_v], or SGLang's output of this size, if it has made one."""
     out: Tensor | None = getattr(forward_batch, "_attn_output", None)
     row = known.num_qo_heads * known.head_dim_v
     return q.new_empty((num_rows, row)) if out is None or out.numel() != num_rows * row else out
 
 
-def _new_tokens(k: Tensor | None, v: Tensor | None, known: Layer) -> KVCache:
+def _new_tokens(k: Tensor | None, v: Tensor | None, known: LayerState) -> KVCache:
     """A step's own tokens, decompressed. The model has written their latents."""
     assert k is not None
     assert v is not None

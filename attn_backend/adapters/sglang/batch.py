@@ -13,8 +13,7 @@ from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from torch import Tensor
 
-from attn_backend.adapters.layers import Items
-from attn_backend.adapters.spans import Spans
+from attn_backend.adapters.layers import Items, Spans
 
 from . import compat
 from .support import drafts_are_trees, refuse, verified_tokens, wants_spans
@@ -23,8 +22,8 @@ _ALL = 2**30  # longer than any prompt, so that no item follows it
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
-    """A step. Its tensors stay where the engine keeps them."""
+class Step:
+    """A step's batch. Its tensors stay where the engine keeps them."""
 
     num_rows: int  # of Q
     qo_indptr: Tensor  # int32 [batch + 1]
@@ -44,7 +43,7 @@ class Batch:
 
 
 class BatchReader:
-    """Makes a Batch of a ForwardBatch.
+    """Makes a Step of a ForwardBatch.
 
     New tensors lie in buffers that captured graphs read at every replay.
     """
@@ -66,7 +65,7 @@ class BatchReader:
         self._spans = Spans(max_rows if self._has_spans else 0, self._device)
         self._large_spans: Spans | None = None
 
-    def read(self, forward_batch: Any) -> Batch | None:
+    def read(self, forward_batch: Any) -> Step | None:
         """None: there is nothing to attend to."""
         batch = self._read_rows(forward_batch)
         if batch is None:
@@ -85,14 +84,14 @@ class BatchReader:
             return torch.arange(batch_size + 1, dtype=torch.int32, device=self._device)
         return self._arange[: batch_size + 1]
 
-    def _read_rows(self, forward_batch: Any) -> Batch | None:
+    def _read_rows(self, forward_batch: Any) -> Step | None:
         mode = forward_batch.forward_mode
         batch_size: int = forward_batch.batch_size
         if batch_size == 0 or mode.is_idle():
             return None
         rows, kv_lens = forward_batch.req_pool_indices[:batch_size], forward_batch.seq_lens[:batch_size]
         if mode.is_decode():
-            return Batch(batch_size, self.one_row_each(batch_size), 1, 1, kv_lens, rows)
+            return Step(batch_size, self.one_row_each(batch_size), 1, 1, kv_lens, rows)
         if mode.is_target_verify():
             return self._read_drafts(forward_batch.spec_info, kv_lens, rows)
         if mode.is_dllm_extend():
@@ -103,7 +102,7 @@ class BatchReader:
         max_qo_len = num_rows if host_lens is None else int(max(host_lens))
         prefix_lens = forward_batch.extend_prefix_lens_cpu
         has_prefixes = prefix_lens is None or any(prefix_lens)
-        return Batch(
+        return Step(
             num_rows,
             self._prefix_sum(qo_lens),
             qo_lens,
@@ -114,17 +113,17 @@ class BatchReader:
             is_extend=True,
         )
 
-    def _read_drafts(self, spec_info: Any, prefix_lens: Tensor, rows: Tensor) -> Batch:
+    def _read_drafts(self, spec_info: Any, prefix_lens: Tensor, rows: Tensor) -> Step:
         batch_size, draft_len = rows.shape[0], int(spec_info.draft_token_num)
         tree = None if is_chain(spec_info) else self.trees.of_step(batch_size, draft_len).visible
         qo_indptr = torch.arange(
             0, (batch_size + 1) * draft_len, draft_len, dtype=torch.int32, device=self._device
         )
-        return Batch(
+        return Step(
             batch_size * draft_len, qo_indptr, draft_len, draft_len, prefix_lens + draft_len, rows, tree=tree
         )
 
-    def _fill_spans(self, forward_batch: Any, batch: Batch) -> Spans:
+    def _fill_spans(self, forward_batch: Any, batch: Step) -> Spans:
         spans = self._spans
         if spans.max_rows < batch.num_rows:  # no graph has this size
             if self._large_spans is None or self._large_spans.max_rows < batch.num_rows:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .backend import SGLangAttentionBackend
-from .batch import Batch
+from .batch import Step
 from .support import check_drafts
 
 
@@ -70,7 +70,7 @@ class DraftStepsBackend:
             )
         for i, step in enumerate(self.attn_backends):
             step.plan_step(
-                Batch(rows.shape[0], step.one_row_each(rows.shape[0]), 1, 1, lens + i + 1, rows, slots=slots)
+                Step(rows.shape[0], step.one_row_each(rows.shape[0]), 1, 1, lens + i + 1, rows, slots=slots)
             )
 
 

@@ -1,4 +1,4 @@
-"""The plan of a step: page tables, and the Attention that layers with one spec share."""
+"""Plans of a step: page tables, and the Attention that layers with one spec share."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from attn_backend.adapters.layers import (
 from attn_backend.settings import Settings
 
 from . import compat
-from .batch import Batch
+from .batch import Step
 from .support import tree_spec
 
 
-class Plan:
-    """The plan that layers with one spec share.
+class StepPlanner:
+    """Plans each step for the layers with one spec.
 
     Attributes:
         attention: captured by graphs: never replaced once there are any.
@@ -64,12 +64,14 @@ class Plan:
             batch_invariant=compat.deterministic(),
         )
         self.of_trees = (
-            Plan(tree_spec(spec), dtype, device, max_batch * nodes_of_trees, max_batch)
+            StepPlanner(tree_spec(spec), dtype, device, max_batch * nodes_of_trees, max_batch)
             if nodes_of_trees
             else None
         )
         self.of_extends = (
-            Plan(spec._replace(float8_q=True), dtype, device, max_rows, max_batch) if float8_extends else None
+            StepPlanner(spec._replace(float8_q=True), dtype, device, max_rows, max_batch)
+            if float8_extends
+            else None
         )
         self.current: Attention | None = None
         self.logits_soft_cap = spec.run_soft_cap
@@ -87,7 +89,7 @@ class Plan:
             self.of_extends.grow(max_rows, max_batch)
 
     def plan(
-        self, batch: Batch, req_to_token: Tensor, page_size: int, window_slots: WindowSlots | None
+        self, batch: Step, req_to_token: Tensor, page_size: int, window_slots: WindowSlots | None
     ) -> Attention:
         """Plans a step for these layers, on the current stream.
 
@@ -118,7 +120,7 @@ class Plan:
         self.current.plan(view, variant_args=None if spec.has_alibi else self.arguments)
         return self.current
 
-    def _attention_for(self, batch: Batch) -> Attention:
+    def _attention_for(self, batch: Step) -> Attention:
         batch_size = batch.qo_indptr.shape[0] - 1
         if batch.num_rows <= self.attention.max_rows and batch_size <= self.attention.max_batch:
             return self.attention
@@ -146,7 +148,7 @@ def rounds_queries(spec: LayerSpec, device: torch.device) -> bool:
 
 
 def page_table(
-    spec: LayerSpec, batch: Batch, req_to_token: Tensor, page_size: int, window_slots: WindowSlots | None
+    spec: LayerSpec, batch: Step, req_to_token: Tensor, page_size: int, window_slots: WindowSlots | None
 ) -> tuple[PageTable, Tensor | None]:
     """The page table of these layers, and the tokens of each request in front of it; None: no tokens."""
     if batch.slots is not None:

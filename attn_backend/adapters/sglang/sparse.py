@@ -15,8 +15,8 @@ from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 from torch import Tensor
 
 from attn_backend import KVCache
-from attn_backend.adapters.capability import warn_if_untried
 from attn_backend.adapters.selected import SelectedAttention
+from attn_backend.adapters.served import warn_if_untried
 from attn_backend.metadata.kv_cache import SCALED_LATENT_BYTES, SCALED_LATENT_DTYPE
 from attn_backend.metadata.views import count_slots
 

@@ -13,9 +13,9 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch.nn import Module
 
+from attn_backend.adapters.checkpoint import Refusal
 from attn_backend.adapters.layers import LayerSpec
 from attn_backend.adapters.served import is_ours, report_layers
-from attn_backend.adapters.verdict import Refusal
 from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH
 
 from . import compat, rules

@@ -46,6 +46,10 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.mla.prefill.registry import (
+    MLAPrefillBackendEnum,
+    register_mla_prefill_backend,
+)
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from attn_backend.settings import Settings
@@ -312,6 +316,15 @@ def register_names(path: str) -> None:
         member.__reduce_ex__ = lambda protocol: (_own_name, (path,))
     if other_custom() is None:
         register_backend(AttentionBackendEnum.CUSTOM, path)
+
+
+def register_mla_prefill(path: str) -> None:
+    """Registers the prefill backend at `path` as `--attention-config.mla_prefill_backend CUSTOM`.
+
+    The name stays with another package that has registered it before.
+    """
+    if not MLAPrefillBackendEnum.CUSTOM.is_overridden():
+        register_mla_prefill_backend(MLAPrefillBackendEnum.CUSTOM, path)
 
 
 def _own_name(path: str) -> AttentionBackendEnum:

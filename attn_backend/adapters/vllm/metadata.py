@@ -14,9 +14,8 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
-from attn_backend.adapters.capability import warn_if_untried
-from attn_backend.adapters.layers import LayerSpec, attention_of, variant_args_of, visibility_of
-from attn_backend.adapters.spans import Spans
+from attn_backend.adapters.layers import LayerSpec, Spans, attention_of, variant_args_of, visibility_of
+from attn_backend.adapters.served import warn_if_untried
 from attn_backend.kernels.attention import Attention
 from attn_backend.metadata.page_table import PageTable
 from attn_backend.metadata.views import BSRView

@@ -23,8 +23,8 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
-from attn_backend.adapters.capability import warn_if_untried
 from attn_backend.adapters.layers import LayerSpec, attention_of
+from attn_backend.adapters.served import warn_if_untried
 from attn_backend.jit.manifest import HeadDims
 from attn_backend.kernels.append import append_mla_kv
 from attn_backend.kernels.attention import Attention
@@ -108,32 +108,21 @@ def latent_view(kv_cache: Tensor, head_dim_v: int) -> KVCache:
 
 
 class MlaPrefill(MLAPrefillBackend):
-    """Replaces the prefill backend that vLLM has chosen, in a metadata builder.
+    """Attention of prefills over decompressed K and V. V may be narrower than K: nothing is padded.
 
-    V may be narrower than K: nothing is padded.
+    Our metadata builders use it unless the user has chosen a prefill backend. vLLM makes it under
+    `--attention-config.mla_prefill_backend CUSTOM`, with any decode backend.
 
     The new tokens have one plan for all layers, and so has a single chunk of the prefix. Several chunks share
     one workspace: each is planned when it runs. That is one small kernel, next to the kernels that gather,
     decompress and merge it.
     """
 
-    def __init__(self, chosen: MLAPrefillBackend, new_tokens: Attention, context: Attention) -> None:
-        """
-        Args:
-            chosen: by vLLM.
-            new_tokens, context: attention of the heads of decompressed K and V.
-        """
-        super().__init__(
-            num_heads=chosen.num_heads,
-            scale=chosen.scale,
-            kv_lora_rank=chosen.kv_lora_rank,
-            qk_nope_head_dim=chosen.qk_nope_head_dim,
-            qk_rope_head_dim=chosen.qk_rope_head_dim,
-            v_head_dim=chosen.v_head_dim,
-            vllm_config=chosen.vllm_config,
-        )
-        self._new_tokens = new_tokens
-        self._context = context
+    def __init__(self, **of_model: Any) -> None:
+        """of_model: arguments of vLLM's base class."""
+        super().__init__(**of_model)
+        self._new_tokens: Attention | None = None
+        self._context: Attention | None = None
         self._chunks: list[tuple[Tensor, Tensor]] = []
         self._planned_chunk = -1
 
@@ -141,13 +130,38 @@ class MlaPrefill(MLAPrefillBackend):
     def get_name() -> str:
         return "CUSTOM"
 
+    @classmethod
+    def supports_compute_capability(cls, device_capability: Any) -> bool:
+        return device_capability is not None and device_capability.major >= 8
+
+    @classmethod
+    def supports_mla_dimensions(cls, mla_dimensions: Any) -> bool:
+        widths = mla_dimensions
+        return HeadDims(widths.qk_nope_head_dim + widths.qk_rope_head_dim, widths.v_head_dim).runs_on_cuda
+
     def supports_out(self) -> bool:
         return True
+
+    def allocate(self, dtype: torch.dtype, device: torch.device, max_rows: int, max_batch: int) -> None:
+        """Makes the workspaces."""
+        head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
+        heads = self.num_heads
+        spec = LayerSpec(heads, heads, head_dim, head_dim_v=self.v_head_dim, of_this_step=True)
+
+        def make() -> Attention:
+            return attention_of(spec, dtype=dtype, device=device, max_rows=max_rows, max_batch=max_batch)
+
+        self._new_tokens = outside_memory_pools(make, device)
+        self._context = outside_memory_pools(make, device)
 
     def prepare_metadata(self, prefill_metadata: Any) -> None:
         """Plans the prefills of a batch."""
         super().prepare_metadata(prefill_metadata)
         starts = prefill_metadata.query_start_loc
+        if self._new_tokens is None:  # in a builder of another backend
+            config = self.vllm_config
+            self.allocate(config.model_config.dtype, starts.device, *workspace_maxima(config))
+        assert self._new_tokens is not None
         self._new_tokens.plan(BSRView(starts, PageTable.ragged(starts), causal=True))
         self._chunks = compat.context_chunks(prefill_metadata)
         self._planned_chunk = -1
@@ -156,6 +170,7 @@ class MlaPrefill(MLAPrefillBackend):
 
     def _plan_chunk(self, number: int) -> None:
         query_starts, context_starts = self._chunks[number]
+        assert self._context is not None
         self._context.plan(BSRView(query_starts, PageTable.ragged(context_starts), causal=False))
         self._planned_chunk = number
 
@@ -178,6 +193,7 @@ class MlaPrefill(MLAPrefillBackend):
         """
         if output_scale is not None:
             raise NotImplementedError("attn_backend does not quantize its output")
+        assert self._new_tokens is not None
         o, lse = self._run(self._new_tokens, q, k, v, out, return_softmax_lse)
         return o if lse is None else (o, lse)
 
@@ -195,6 +211,7 @@ class MlaPrefill(MLAPrefillBackend):
         number = compat.number_of_chunk(kwargs)
         if number != self._planned_chunk:
             self._plan_chunk(number)
+        assert self._context is not None
         return self._run(self._context, q, k, v, out, True)
 
     def _run(
@@ -207,23 +224,33 @@ class MlaPrefill(MLAPrefillBackend):
         return o, None if lse is None else lse.t().contiguous()
 
 
-def make_prefill(
-    chosen: MLAPrefillBackend,
-    num_heads: int,
-    widths: Any,
+def prefill_backend(
+    of_layer: MLAPrefillBackend,
+    vllm_config: Any,
     dtype: torch.dtype,
     device: torch.device,
     max_rows: int,
     max_batch: int,
-) -> MlaPrefill:
-    """Replaces the prefill backend that vLLM has chosen. widths: vLLM's MLADims."""
-    head_dim = widths.qk_nope_head_dim + widths.qk_rope_head_dim
-    spec = LayerSpec(num_heads, num_heads, head_dim, head_dim_v=widths.v_head_dim, of_this_step=True)
+) -> MLAPrefillBackend:
+    """The prefill backend of one of our metadata builders: ours, unless the user has chosen another one.
 
-    def make() -> Attention:
-        return attention_of(spec, dtype=dtype, device=device, max_rows=max_rows, max_batch=max_batch)
-
-    return MlaPrefill(chosen, outside_memory_pools(make, device), outside_memory_pools(make, device))
+    vLLM asks no decode backend for its prefill backend, and ignores the user's choice on a CPU. So our
+    builders replace what vLLM made for the layer.
+    """
+    if not isinstance(of_layer, MlaPrefill):
+        if compat.has_chosen_mla_prefill(vllm_config):
+            return of_layer
+        of_layer = MlaPrefill(
+            num_heads=of_layer.num_heads,
+            scale=of_layer.scale,
+            kv_lora_rank=of_layer.kv_lora_rank,
+            qk_nope_head_dim=of_layer.qk_nope_head_dim,
+            qk_rope_head_dim=of_layer.qk_rope_head_dim,
+            v_head_dim=of_layer.v_head_dim,
+            vllm_config=of_layer.vllm_config,
+        )
+    of_layer.allocate(dtype, device, max_rows, max_batch)
+    return of_layer
 
 
 @dataclass
@@ -308,10 +335,9 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
             ),
             device,
         )
-        if not compat.has_chosen_mla_prefill(vllm_config):
-            self._prefill_backend = make_prefill(
-                self._prefill_backend, self.num_heads, widths, dtype, device, max_rows, max_batch
-            )
+        self._prefill_backend = prefill_backend(
+            self._prefill_backend, vllm_config, dtype, device, max_rows, max_batch
+        )
         sampler.install(device, vllm_config)
 
     @classmethod

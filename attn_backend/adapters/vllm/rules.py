@@ -12,8 +12,15 @@ from typing import Any
 import torch
 
 from attn_backend.adapters import own_kernels
-from attn_backend.adapters.checkpoint import DECODER, ENCODER_DECODER, ENCODER_ONLY, Checkpoint
-from attn_backend.adapters.verdict import Refusal, Verdict, refused
+from attn_backend.adapters.checkpoint import (
+    DECODER,
+    ENCODER_DECODER,
+    ENCODER_ONLY,
+    Checkpoint,
+    Refusal,
+    Verdict,
+    refused,
+)
 from attn_backend.jit.manifest import MLA_HEAD_DIMS, HeadDims
 from attn_backend.validation import describe
 

@@ -17,13 +17,13 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
-from attn_backend.adapters.capability import warn_if_untried
 from attn_backend.adapters.selected import SelectedAttention, count_visible
+from attn_backend.adapters.served import warn_if_untried
 from attn_backend.metadata.kv_cache import SCALED_LATENT_BYTES, SCALED_LATENT_DTYPE
 
 from . import compat, sampler
 from .compat import outside_memory_pools
-from .mla import LatentCache, MlaBackend, MlaImpl, check_layer, make_prefill
+from .mla import LatentCache, MlaBackend, MlaImpl, check_layer, prefill_backend
 from .rules import FLOAT8_LATENTS, SCALED_LATENTS
 from .support import (
     logger,
@@ -121,13 +121,9 @@ class SparseMlaMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMlaMetadata]
             ),
             device,
         )
-        if (
-            self._prefill_backend is not None
-            and not batch_invariant
-            and not compat.has_chosen_mla_prefill(vllm_config)
-        ):
-            self._prefill_backend = make_prefill(
-                self._prefill_backend, num_heads, self.mla_dims, dtype, device, max_rows, max_batch
+        if self._prefill_backend is not None and not batch_invariant:
+            self._prefill_backend = prefill_backend(
+                self._prefill_backend, vllm_config, dtype, device, max_rows, max_batch
             )
         sampler.install(device, vllm_config)
 

@@ -1,1 +1,5 @@
-from attn_backend.flashinfer.jit.core import *  # noqa: F403
+"""The logger, for SGLang, which sets its level."""
+
+import logging
+
+logger = logging.getLogger("attn_backend.flashinfer")

@@ -1,1 +1,5 @@
-from attn_backend.flashinfer.jit.env import *  # noqa: F403
+"""Folders. vLLM names one of its folders after FlashInfer's."""
+
+from attn_backend.jit.kernel_cache import cache_dir
+
+FLASHINFER_WORKSPACE_DIR = cache_dir() / "flashinfer"

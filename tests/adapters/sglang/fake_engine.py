@@ -191,7 +191,9 @@ class FakeEngine:
             seq_lens=(old if mode.is_target_verify() else old + new).to(self.device),
             extend_seq_lens=new.to(self.device) if is_extend else None,
             extend_seq_lens_cpu=new_lens if is_extend else None,
+            extend_prefix_lens=old.to(self.device) if is_extend else None,
             extend_prefix_lens_cpu=old.tolist() if is_extend else None,
+            encoder_lens=None,
             out_cache_loc=torch.cat(slots).to(self.device, torch.int64),
             positions=torch.cat([torch.arange(n) + a for a, n in zip(old, new_lens, strict=True)]).to(
                 self.device

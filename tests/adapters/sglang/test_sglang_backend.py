@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import oracle
 import pytest
@@ -11,9 +12,11 @@ import torch
 pytest.importorskip("sglang.srt", reason="SGLang is not installed")
 
 from fake_engine import FakeEngine, LayerShape, capture, model_config, plans_of
+from sglang.srt.layers.attention import hybrid_attn_backend
 from sglang.srt.layers.attention.tbo_backend import TboAttnBackend
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang_steps import CASES, WINDOWED, check, serve, serve_shared_prefix, step
 from torch import Tensor
 
@@ -381,3 +384,109 @@ def test_a_prefix_that_is_still_being_loaded(hybrid: bool) -> None:
     engine.pool.register_layer_transfer_counter(SimpleNamespace(wait_until=wait_until))
     step(engine, backend, ForwardMode.EXTEND, [1, 0], [3, 1])
     assert loaded == [0, 1, 2]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("ours", ["prompts", "decodes"])
+def test_prompts_and_decodes_on_different_backends(
+    ours: str, page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--prefill-attention-backend and --decode-attention-backend: each reads what the other has written."""
+    settings = SimpleNamespace(speculative_attention_mode="prefill", speculative_algorithm=None)
+    monkeypatch.setattr(hybrid_attn_backend, "get_spec", lambda: settings)
+    engine = FakeEngine((LayerShape(), LayerShape(window=20)), page_size)
+    runner: Any = engine.runner(kv_index_translator=None)
+    both: list[Any] = [SGLangAttentionBackend(runner), TorchNativeAttnBackend(runner)]
+    prefill, decode = both if ours == "prompts" else both[::-1]
+    backend: Any = hybrid_attn_backend.HybridAttnBackend(runner, prefill, decode)
+    step(engine, backend, ForwardMode.EXTEND, [0, 1, 2], [33, 1, 16])
+    for _ in range(2):
+        step(engine, backend, ForwardMode.DECODE, [2, 0, 1], [1, 1, 1])
+    step(engine, backend, ForwardMode.EXTEND, [1, 3], [9, 20])
+    step(engine, backend, ForwardMode.MIXED, [4, 0, 2], [17, 1, 1])  # --enable-mixed-chunk: still a prompt
+    step(engine, backend, ForwardMode.DECODE, [0, 1, 2, 3, 4], [1] * 5)
+
+
+def test_chunks_that_are_mixed_with_decodes() -> None:
+    """--enable-mixed-chunk: a long prompt comes in chunks. Other requests decode in the same steps.
+
+    SGLang's runner relabels such a step as a prompt.
+    """
+    engine = FakeEngine((LayerShape(), LayerShape(window=20)), page_size=16)
+    backend = SGLangAttentionBackend(engine.runner())
+    step(engine, backend, ForwardMode.EXTEND, [0, 1], [40, 7])
+    for mode in (ForwardMode.MIXED, ForwardMode.EXTEND, ForwardMode.MIXED):
+        step(engine, backend, mode, [2, 0, 1], [32, 1, 1])
+        step(engine, backend, ForwardMode.DECODE, [1, 0], [1, 1])
+    step(engine, backend, ForwardMode.MIXED, [2, 3, 0, 1], [5, 20, 1, 1])  # its last chunk, and a new prompt
+    step(engine, backend, ForwardMode.DECODE, [2, 3, 0, 1], [1] * 4)
+
+
+class EngineBatch(SimpleNamespace):
+    """A ForwardBatch with the fields of FakeEngine.batch(); all others are None."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def pad(self, backend: SGLangAttentionBackend, num_tokens: int, batch_size: int) -> None:
+        """As SGLang pads the batch of a rank under DP attention."""
+        self.batch_size = batch_size
+        self.input_ids = torch.zeros_like(self.positions)
+        self._pad_tensor_to_size = lambda *sizes, **value: ForwardBatch._pad_tensor_to_size(
+            self, *sizes, **value
+        )
+        ForwardBatch._pad_inputs_to_size(self, SimpleNamespace(attn_backend=backend), num_tokens, batch_size)
+
+
+def attend(
+    engine: FakeEngine, backend: SGLangAttentionBackend, batch: Any
+) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """q, k, v and the output of each layer."""
+    backend.init_forward_metadata(batch)
+    found = []
+    for layer_id, layer in enumerate(engine.model):
+        q, k, v = engine.tensors(batch, layer_id)
+        found.append((q, k, v, backend.forward(q, k, v, layer, batch)))
+    return found
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_ranks_of_dp_attention(hybrid: bool, page_size: int) -> None:
+    """SGLang pads all ranks to the same number of tokens. An idle rank only has padding."""
+    engine = FakeEngine((LayerShape(window=20), LayerShape()), page_size, hybrid=hybrid)
+    backend = SGLangAttentionBackend(engine.runner())
+    for layer_id in range(2):
+        for buffer in engine.pool.get_kv_buffer(layer_id):
+            buffer[:page_size] = 0  # padding tokens go to slot 0, and the engine begins with zeros
+    step(engine, backend, ForwardMode.EXTEND, [0, 1], [40, 9])
+
+    # another rank has more requests
+    batch = EngineBatch(**vars(engine.batch(ForwardMode.DECODE, [1, 0], [1, 1])))
+    batch.pad(backend, 5, 5)
+    for layer_id, (q, k, v, out) in enumerate(attend(engine, backend, batch)):
+        engine.remember([1, 0], [1, 1], layer_id, k[:2], v[:2])
+        check(out[:2], engine.reference([1, 0], [1, 1], layer_id, q[:2]))
+    engine.advance([1, 0], [1, 1])
+
+    # this rank is idle: others decode, or compute a prompt for which SGLang makes one up here
+    nothing = EngineBatch(**vars(engine.batch(ForwardMode.DECODE, [0], [1])))
+    for name in ("req_pool_indices", "seq_lens", "out_cache_loc", "positions"):
+        setattr(nothing, name, getattr(nothing, name)[:0])
+    kept = [buffer[page_size:].clone() for i in range(2) for buffer in engine.pool.get_kv_buffer(i)]
+    for mode, batch_size in ((ForwardMode.IDLE, 5), (ForwardMode.EXTEND, 1)):
+        batch = EngineBatch(**vars(nothing))
+        batch.forward_mode = mode
+        if mode == ForwardMode.EXTEND:
+            batch.seq_lens = batch.seq_lens.new_tensor([5])
+            batch.extend_seq_lens = torch.tensor([5], dtype=torch.int32)
+            batch.extend_prefix_lens = batch.seq_lens.new_zeros(1)
+            batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu = [5], [0]
+        batch.pad(backend, 5, batch_size)
+        outputs = [out for *_, out in attend(engine, backend, batch)]
+        assert {out.shape for out in outputs} == {(5, 6 * 64)}
+        if mode == ForwardMode.EXTEND:
+            assert all(out.isfinite().all() for out in outputs)
+    now = [buffer[page_size:] for i in range(2) for buffer in engine.pool.get_kv_buffer(i)]
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(now, kept, strict=True))
+    step(engine, backend, ForwardMode.DECODE, [0, 1], [1, 1])

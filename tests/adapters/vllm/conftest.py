@@ -42,9 +42,11 @@ _make_torchvision_importable()
 @pytest.fixture
 def registry() -> Iterator[Any]:
     """vLLM's registry of attention backends; ours is unregistered afterwards."""
+    from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     yield AttentionBackendEnum
+    MLAPrefillBackendEnum.CUSTOM.clear_override()
     names = "CUSTOM ATTN_BACKEND CPU_ATTN CPU_MLA AMX_MLA FLASH_ATTN_DIFFKV TRITON_ATTN_DIFFKV"
     for name in set(names.split()) & set(AttentionBackendEnum.__members__):
         AttentionBackendEnum[name].clear_override()

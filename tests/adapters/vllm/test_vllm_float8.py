@@ -5,6 +5,7 @@ stored values.
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor
 
 pytest.importorskip("vllm.v1", reason="needs vLLM")
 
+from vllm.config import CacheConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention.attention import Attention
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend
 from vllm_float8 import builder_of, cache_of, fill, held, layer_of
@@ -24,18 +27,19 @@ from vllm_layer import (
     Batch,
     make_batch,
     make_builder,
+    make_cache,
     make_config,
     make_impl,
     make_spec,
 )
-from vllm_steps import TOLERANCE, check
+from vllm_steps import TOLERANCE, check, fill_cache, run_layer
 
 from attn_backend.adapters import layers
 from attn_backend.adapters.layers import LayerSpec
 from attn_backend.adapters.vllm import attention as vllm_attention
 from attn_backend.adapters.vllm.attention import AttnImpl, CpuAttnImpl, kv_cache_view
-from attn_backend.adapters.vllm.backend import AttnBackend
-from attn_backend.adapters.vllm.metadata import AttnMetadata, layer_specs
+from attn_backend.adapters.vllm.backend import AttnBackend, CpuAttnBackend
+from attn_backend.adapters.vllm.metadata import AttnMetadata, AttnMetadataBuilder, layer_specs
 from attn_backend.adapters.vllm.rules import FLOAT8_CACHES
 
 MIXED = ([1, 1, 7, 40, 3], [33, 64, 23, 40, 100])
@@ -350,3 +354,60 @@ def test_the_backend_says_so(kv_cache_dtype: str, dtype: torch.dtype) -> None:
         == []
     )
     assert reasons(kv_cache_dtype=kv_cache_dtype, head_size=512, dtype=torch.float16) == []
+
+
+@pytest.mark.parametrize(
+    ("skipped", "has_16_bits"),
+    [
+        ([], [False, False, False]),
+        (["1"], [False, True, False]),
+        (["sliding_window"], [True, False, True]),
+        (["0", "1", "2"], [True, True, True]),
+    ],
+)
+def test_layers_that_skip_8_bits(skipped: list[str], has_16_bits: list[bool]) -> None:
+    """--kv-cache-dtype-skip-layers, with vLLM's own layers. Each kind of cache is a group with a builder."""
+    dtype = torch.float16
+    config = VllmConfig(
+        cache_config=CacheConfig(block_size=PAGE, cache_dtype="fp8", kv_cache_dtype_skip_layers=skipped)
+    )
+    backend: Any = CpuAttnBackend
+    torch.set_default_dtype(dtype)
+    try:
+        with set_current_vllm_config(config):
+            made = [
+                Attention(
+                    6,
+                    64,
+                    64**-0.5,
+                    2,
+                    cache_config=config.cache_config,
+                    per_layer_sliding_window=window,
+                    prefix=f"model.layers.{number}.self_attn.attn",
+                    attn_backend=backend,
+                )
+                for number, window in enumerate((20, None, 20))
+            ]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    batch = make_batch(*MIXED)
+    for layer, is_plain in zip(made, has_16_bits, strict=True):
+        spec = layer.get_kv_cache_spec(config)
+        assert spec.dtype == (dtype if is_plain else torch.uint8)
+        model = SimpleNamespace(dtype=dtype, get_num_attention_heads=lambda config: 6)
+        of_engine = make_config({"layer": layer}, model_config=model, cache_config=config.cache_config)
+        builder = AttnMetadataBuilder(
+            replace(spec, block_size=PAGE), ["layer"], of_engine, torch.device("cpu")
+        )
+        window = -1 if layer.sliding_window is None else layer.sliding_window - 1
+        if is_plain:
+            cache = make_cache("NHD", dtype=dtype)
+            k, v = fill_cache(cache, batch)
+            query, output = run_layer(layer.impl, builder.build(0, batch.metadata), batch, cache, k, v)
+        else:
+            layer._k_scale.fill_(0.05)
+            layer._v_scale.fill_(0.3)
+            cache = cache_of("fp8")
+            k, v = fill(layer.impl, layer, cache, batch, dtype)
+            query, output = attend(layer.impl, layer, cache, builder.build(0, batch.metadata), batch, dtype)
+        check(output, query, batch, k, v, window_left=window)

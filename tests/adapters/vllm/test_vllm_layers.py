@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("vllm.v1", reason="needs vLLM")
 
 from vllm.v1.attention.backend import AttentionCGSupport, subclass_attention_backend
+from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 from vllm_layer import (
     PAGE,
@@ -269,3 +270,64 @@ def test_images_cut_by_a_window(window: int | None) -> None:
     config = make_config(layers, scheduler_config=WHOLE_IMAGES, **PREFIX_LM)
     builder = AttnMetadataBuilder(make_spec(), ["layer.0"], config, torch.device("cpu"))
     serve(impl, batch, builder, causal=False, variant=oracle.Variant(mask=mask))
+
+
+@pytest.mark.parametrize(
+    ("rows", "padding"),
+    [
+        ([[0], [0], [6], [39], [2]], 0),
+        ([[0], [0], [6], [39], [0, 1, 2]], 3),  # a verification, and padding for a CUDA graph
+        ([[0], [0], [], [39], [2]], 0),  # a chunk that is not the last
+    ],
+)
+def test_fast_prefills_of_layers_that_share_a_cache(rows: list[list[int]], padding: int) -> None:
+    """--kv-sharing-fast-prefill: these layers compute only the rows that get a token. vLLM derives a backend.
+
+    rows: places among the new tokens of each request.
+    """
+    fast = create_fast_prefill_custom_backend("FastPrefill", CpuAttnBackend).get_builder_cls()
+    owner, sharer = make_impl(), make_impl(kv_sharing_target_layer_name="layer.0", sliding_window=30)
+    spec, cache, batch = make_spec(), make_cache("NHD"), make_batch(*MIXED)
+    k, v = fill_cache(cache, batch)
+    builders = [
+        builder(spec, [name], make_config({name: Layer(impl)}), torch.device("cpu"))
+        for builder, name, impl in ((AttnMetadataBuilder, "layer.0", owner), (fast, "layer.1", sharer))
+    ]
+    starts = batch.metadata.query_start_loc.tolist()
+    places = [start + place for start, of_request in zip(starts, rows, strict=False) for place in of_request]
+    batch.metadata.logits_indices_padded = torch.tensor(places + [places[-1]] * padding)
+    batch.metadata.num_logits_indices = len(places)
+    batch.metadata.max_logits_per_req = max(map(len, rows))
+    metadata, of_fast = (builder.build(0, batch.metadata) for builder in builders)
+    run_layer(owner, metadata, batch, cache, k, v)
+    assert of_fast.num_actual_tokens == len(places)
+    assert of_fast.logits_indices_padded is batch.metadata.logits_indices_padded
+
+    query = torch.randn(batch.metadata.num_actual_tokens, 6, 64)
+    output = torch.full((len(places) + padding, 6, 64), torch.nan)
+    selected = query[batch.metadata.logits_indices_padded]
+    assert sharer.forward(None, selected, None, None, cache, of_fast, output) is output
+    expected, _ = oracle.paged_attention(query, k, v, batch.query_lens, batch.slots, window_left=29)
+    assert (output[: len(places)].double() - expected[places]).norm() <= 1e-5 * expected[places].norm()
+    assert output[len(places) :].isnan().all()
+
+
+@pytest.mark.parametrize("armed", [True, False])
+def test_fast_prefills_compute_all_rows_of_other_steps(armed: bool) -> None:
+    """A decode has one row for each request. A step that vLLM captures names no rows."""
+    fast = create_fast_prefill_custom_backend("FastPrefill", CpuAttnBackend).get_builder_cls()
+    impl = make_impl(kv_sharing_target_layer_name="layer.0")
+    batch = make_batch([1, 1, 1], [33, 64, 5]) if armed else make_batch(*MIXED)
+    if armed:
+        batch.metadata.logits_indices_padded = torch.arange(3)
+        batch.metadata.num_logits_indices = 3
+        batch.metadata.max_logits_per_req = 1
+    cache = make_cache("NHD")
+    k, v = fill_cache(cache, batch)
+    new = batch.new_slots
+    cache[new // PAGE, :, new % PAGE] = torch.cat([k[new], v[new]], dim=-1)
+    metadata = fast(
+        make_spec(), ["layer.1"], make_config({"layer.1": Layer(impl)}), torch.device("cpu")
+    ).build(0, batch.metadata)
+    query, output = run_layer(impl, metadata, batch, cache, k, v, update=False)
+    check(output, query, batch, k, v)

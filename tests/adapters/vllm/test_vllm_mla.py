@@ -15,12 +15,19 @@ pytest.importorskip("vllm.v1", reason="needs vLLM")
 from mla_layer import (
     HEADS,
     LATENT,
+    NOPE,
     ROPE,
     SCALE,
     Chosen,
+    V,
     check,
 )
 from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backends.mla.prefill.registry import (
+    MLAPrefillBackendEnum,
+    register_mla_prefill_backend,
+)
+from vllm.v1.attention.backends.mla.prefill.selector import get_mla_prefill_backend
 from vllm_latents import Problem, make_impl
 from vllm_layer import PAGE, make_batch
 
@@ -166,6 +173,52 @@ def test_lse_where_ranks_merge_states() -> None:
 def test_the_users_prefill_backend_stays() -> None:
     assert type(Problem(chosen="FLASH_ATTN").builder._prefill_backend) is Chosen
     assert type(Problem().builder._prefill_backend) is MlaPrefill
+
+
+@pytest.mark.parametrize("lens", [NEW_PROMPTS, SEVERAL_CHUNKS], ids=str)
+def test_prefills_that_vllm_gives_us_by_name(lens: tuple[list[int], list[int]]) -> None:
+    """vLLM made the layer's prefill backend. Each builder has a copy, with its own workspace."""
+    problem, batch = Problem(chosen="CUSTOM", prefill=MlaPrefill), make_batch(*lens, table_width=16)
+    output, expected = problem.run(batch)
+    check(output, expected, torch.float32)
+    of_builder = problem.builder._prefill_backend
+    assert type(of_builder) is MlaPrefill
+    assert of_builder is not problem.layer.prefill_backend
+    # A builder of another backend leaves the workspace to the first batch.
+    problem.builder._prefill_backend = problem.layer.prefill_backend.clone()
+    output, expected = problem.run(batch)
+    check(output, expected, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("capability", "value_width", "works"), [((9, 0), V, True), ((7, 5), V, False), ((9, 0), 20, False)]
+)
+def test_vllm_finds_our_prefill_backend_by_name(
+    capability: tuple[int, int], value_width: int, works: bool, registry: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SimpleNamespace(
+        is_cpu=lambda: False,
+        get_device_capability=lambda: DeviceCapability(*capability),
+        is_rocm=lambda: False,
+    )
+    monkeypatch.setattr("vllm.platforms.current_platform", gpu)
+    plugin.register()
+    widths = SimpleNamespace(qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE, v_head_dim=value_width)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=torch.bfloat16, hf_text_config=widths),
+        attention_config=SimpleNamespace(mla_prefill_backend=MLAPrefillBackendEnum.CUSTOM),
+    )
+    if works:
+        assert get_mla_prefill_backend(config) is MlaPrefill
+    else:
+        with pytest.raises(ValueError, match="CUSTOM is not valid"):
+            get_mla_prefill_backend(config)
+
+
+def test_another_package_keeps_the_name_of_its_prefill_backend(registry: Any) -> None:
+    register_mla_prefill_backend(MLAPrefillBackendEnum.CUSTOM, "other_package.Prefill")
+    plugin.register()
+    assert MLAPrefillBackendEnum.CUSTOM.get_path() == "other_package.Prefill"
 
 
 @pytest.mark.parametrize(

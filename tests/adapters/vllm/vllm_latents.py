@@ -23,6 +23,7 @@ from mla_layer import (
     make_mla_config,
 )
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm_layer import NUM_PAGES, PAGE, Batch
 
@@ -47,6 +48,7 @@ class Problem:
 
     Args:
         threshold: the most new tokens of a request that attends to its latents.
+        prefill: the class of the layer's prefill backend, which vLLM has made.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Problem:
         threshold: int = 4,
         chosen: Any = None,
         cache_dtype: str = "auto",
+        prefill: type[MLAPrefillBackend] = Chosen,
         **changes: Any,
     ) -> None:
         from vllm.config import VllmConfig, set_current_vllm_config
@@ -63,10 +66,18 @@ class Problem:
         self.projection = Projection(dtype)
         with set_current_vllm_config(VllmConfig()):
             self.impl = make_impl(self.projection, kv_cache_dtype=cache_dtype)
-        self.layer = make_layer(
-            self.impl, self.projection, dtype, cache_dtype, Chosen(HEADS, SCALE, LATENT, NOPE, ROPE, V, None)
-        )
+        of_layer: Any = make_layer(self.impl, self.projection, dtype, cache_dtype, None)
+        self.layer = of_layer
         config = make_mla_config(self.layer, dtype, cache_dtype, chosen, **changes)
+        of_layer.prefill_backend = prefill(
+            num_heads=HEADS,
+            scale=SCALE,
+            kv_lora_rank=LATENT,
+            qk_nope_head_dim=NOPE,
+            qk_rope_head_dim=ROPE,
+            v_head_dim=V,
+            vllm_config=config,
+        )
         stored = dtype if cache_dtype == "auto" else torch.uint8
         spec = MLAAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=LATENT + ROPE, dtype=stored)
         builder = type("Builder", (MlaMetadataBuilder,), {"reorder_batch_threshold": threshold})

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from attn_backend.adapters.spans import Spans
+from attn_backend.adapters.layers import Spans
 
 MAX_ROWS = 40
 CPU = torch.device("cpu")
