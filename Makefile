@@ -147,6 +147,13 @@ else
 	$(TEST_PYTHON) -m attn_backend.jit.build $(addprefix --arch ,$(ARCHS)) --jobs $(JOBS) $(KERNELS)
 endif
 
+# Both at the same time: the second waits for the network. The test of the releases says which sources are missing.
+.PHONY: kernels-and-sources engine-sources
+kernels-and-sources: environment
+	@$(MAKE) --no-print-directory --jobs 2 TEST_VENV=$(TEST_VENV) TEST_KIND=$(TEST_KIND) KERNELS="$(KERNELS)" kernels engine-sources
+engine-sources: environment
+	@$(TEST_PYTHON) -m integration.engine_sources >.build/engine_sources.log 2>&1 || true
+
 DOCS_VENV ?= .venv-docs
 .PHONY: docs
 docs: base-python

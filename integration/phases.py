@@ -21,7 +21,7 @@ PHASES = {
     "test": [
         ENVIRONMENT,
         ("lint", "ruff, mypy, clang-format, clang-tidy"),
-        ("kernels", "CUDA kernels compiled by nvcc"),
+        ("kernels-and-sources", "CUDA kernels compiled by nvcc; sources of the engines' releases"),
         ("unit", "the tests without a running engine"),
         ("fuzz", "random calls"),
         ("integration", "both engines serve on this machine"),
@@ -47,7 +47,7 @@ def run(name: str, make: str, variables: list[str]) -> int:
     """Runs the phases until one fails; returns the exit status."""
     print(f"make {name} takes {DURATIONS[name]}. Its parts:", flush=True)
     for target, what in PHASES[name]:
-        print(f"    {target:12} {what}", flush=True)
+        print(f"    {target:20} {what}", flush=True)
     interrupted = False
 
     def interrupt(number: int, frame: object) -> None:

@@ -137,7 +137,7 @@ def library(
         f"constexpr std::array kKernels{{{', '.join(f'&{cubin}_attention_kernel' for cubin in cubins)}}};\n"
     )
     name = manifest.attention_name(design.name, shape, name)
-    source, options = emulation.TESTS / "device_attention.cpp", ["-O1", f"-DDESIGN=attn::{design.name}"]
+    source, options = emulation.TESTS / "device_attention.cpp", ["-Og", f"-DDESIGN=attn::{design.name}"]
     made = emulation.build(
         folder, name, source, header=text, options=options, precompiled=source.with_suffix(".h")
     )

@@ -63,10 +63,11 @@ def test_each_part_is_a_target_and_its_time_is_told(name, start):
 
 
 def test_the_first_part_that_fails_is_the_last(start):
-    process = start("test", '[ "$2" != kernels ] || exit 2')
+    process = start("test", '[ "$2" != unit ] || exit 2')
     out = process.communicate(timeout=60)[0]
     assert re.fullmatch(
-        r"==> make test: failed in kernels. environment \d+ s, lint \d+ s, kernels \d+ s; together \d+ s",
+        r"==> make test: failed in unit. environment \d+ s, lint \d+ s, kernels-and-sources \d+ s, unit \d+ s; "
+        r"together \d+ s",
         out.splitlines()[-1],
     )
     assert process.returncode == 2
