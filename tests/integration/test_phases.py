@@ -66,8 +66,8 @@ def test_the_first_part_that_fails_is_the_last(start):
     process = start("test", '[ "$2" != unit ] || exit 2')
     out = process.communicate(timeout=60)[0]
     assert re.fullmatch(
-        r"==> make test: failed in unit. environment \d+ s, lint \d+ s, kernels-and-sources \d+ s, unit \d+ s; "
-        r"together \d+ s",
+        r"==> make test: failed in unit. environment \d+ s, lint \d+ s, kernels-and-sources \d+ s, "
+        r"unit \d+ s; together \d+ s",
         out.splitlines()[-1],
     )
     assert process.returncode == 2
