@@ -3,7 +3,8 @@
     python3.11 -m attn_backend.preflight --environment .venv-release --disk-gb 1.5 \\
         --packages build,auditwheel --nvcc
 
-`make demo`, `make test`, `make check`, `make wheel` and `attn-backend doctor` share these checks.
+`make demo`, `make test`, `make check`, `make wheel`, `make docs` and `attn-backend doctor` share these
+checks.
 """
 
 from __future__ import annotations

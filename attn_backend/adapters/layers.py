@@ -48,9 +48,9 @@ class LayerSpec(NamedTuple):
         of_encoder: whether K and V come from the request's encoder (SGLang's cross attention).
         window_right: tokens to the right of the query that stay visible in a step that is not causal; -1:
             all.
-        chunk: tokens of the chunks that a query does not see out of (Llama 4); 0: there are none.
+        chunk: length of chunks, of which a query sees only its own (Llama 4); 0: there are none.
         has_spans: whether some tokens of a prompt, such as an image's, see left and right (Gemma 3).
-        cuts_spans: whether the window also limits what a token of a span sees of it (Gemma 4).
+        cuts_spans: whether the window also limits which tokens of its own span a token sees (Gemma 4).
         has_items: whether a prompt may have several items that do not see each other (SGLang's multi-item
             scoring).
         has_alibi: whether logits get ALiBi's slopes.
@@ -92,7 +92,7 @@ class LayerSpec(NamedTuple):
     def needs_variant(self) -> bool:
         """Whether plain attention cannot serve these layers.
 
-        It has a soft cap, a window to the left and sinks.
+        Plain attention supports a soft cap, a window to the left and sinks.
         """
         masks = self.chunk > 0 or self.window_right >= 0 or self.has_spans or self.has_items or self.has_tree
         return masks or self.has_alibi or self.temperature_len > 0
@@ -109,7 +109,7 @@ class Spans:
     The tensors keep their addresses, so captured graphs see every step's spans.
 
     Attributes:
-        begin, end: int32 [max_rows], the tokens [begin, end) of the request's; equal for a row in no span.
+        begin, end: int32 [max_rows], token positions [begin, end) in the request; equal for a row in no span.
     """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
@@ -122,7 +122,7 @@ class Spans:
         return self._table.shape[1]
 
     def clear(self, num_rows: int | None = None) -> None:
-        """None of the first rows is in a span; by default no row at all. May be captured."""
+        """Takes the first rows (default: all) out of their spans. May be captured."""
         self._table[:, :num_rows].zero_()
 
     def fill(self, spans: Sequence[tuple[int, int, int]], qo_indptr: Tensor, kv_lens: Tensor) -> None:

@@ -3,7 +3,7 @@
 Some models choose their own kernels, whatever backend the user chose. A warning names their layers. If no
 layer is ours, the engine does not start.
 
-GPUs other than Hopper have kernels, too. These were never tested there, and a warning tells the user.
+Kernels for other GPUs than Hopper exist but were never run on them, and a warning tells the user.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def compile_kernel(name: str, arch: str, ahead: Callable[[], str] | None = None)
     Raises:
         ValueError: there is no kernel of that name.
         RuntimeError: there is no compiler, or it failed (the message has its output), or the result cannot
-            be saved. Or the kernel must not be compiled now.
+            be saved, or compiling is switched off.
     """
     source = _source_of(name, arch)
     path = nvcc()

@@ -1,1 +1,3 @@
-"""Finds or builds kernels, and wraps the plan, run and append functions of csrc/ in Python."""
+"""The operations that users call (attention, append, sampling, merging of states, selection), and their
+binding to the host library. jit/ finds and compiles kernels.
+"""

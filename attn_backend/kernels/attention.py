@@ -150,7 +150,7 @@ class AttentionConfig:
             q_dtype=data_types[(DTYPES | KV_DTYPES)[self.q_dtype]],
             kv_dtype=data_types[(DTYPES | KV_DTYPES)[self.kv_dtype]],
             max_rows=self.max_rows,
-            max_groups=self.max_batch,
+            max_groups=self.max_batch,  # a row group is a request
             max_levels=self.max_levels,
             num_ctas=self.num_ctas or 0,
             cascade=values_of("CascadeMode")[CASCADE_MODES[cascade]],
@@ -742,6 +742,7 @@ class Attention:
                     has_slots,
                     positions_of(view),
                 )
+                # The library keeps each level. With the last one it plans and returns errors (plan.cpp).
                 errors = self._plan_level(
                     handle=self._handle,
                     options=options,
@@ -1008,6 +1009,7 @@ class Attention:
         variant = self._variant
         if variant is not None or variant_args is not None:
             self._variant_of(variant_args).bind(self._handle, variant_args, q)
+        # Fewer arguments make a call faster, and most runs need no others.
         is_plain = (
             sinks is None
             and k_scale is None

@@ -1,5 +1,5 @@
 """Variants of attention: Python functions or C++, with parameters, compiled into every kernel as one C++
-struct.
+struct. attn_backend/kernels/variant.py describes the way from here to a compiled kernel.
 """
 
 from __future__ import annotations
@@ -107,6 +107,7 @@ class Variant:
         }
         fields["name"] = _clean(name if name is not None else "_and_".join(body.name for body in bodies))
         fields["uses_softmax"] = all(body.uses_softmax for body in bodies)
+        # has_mask and has_bias_slope mean more than the hook, and are set below
         for hook_name in HOOKS:
             fields[f"has_{hook_name}"] = any(hook_name in body.hooks for body in bodies)
         fields["has_transforms"] = any(fields[f"has_{hook_name}"] for hook_name in TRANSFORMS)

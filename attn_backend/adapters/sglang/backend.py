@@ -72,13 +72,13 @@ class LayerState:
 
 
 class SGLangAttentionBackend(AttentionBackend):
-    """Raises ValueError in the constructor, that is while the engine starts, for what it cannot serve."""
+    """Serves SGLang's attention layers. The constructor raises ValueError for what it cannot serve."""
 
     needs_cpu_seq_lens = False  # plans read lengths on the device
     extend_dummy_seqs_capped_by_req_pool = True  # workspaces are sized for the requests that the pool holds
 
     def __init__(self, runner: Any, branches: int = 0) -> None:
-        """branches: of a draft model's one step, rows of each request; 0: a backend for all steps."""
+        """branches: 0 for a backend of all steps; for one draft step, the rows of each request."""
         super().__init__()
         check_runner(runner)
         self.req_to_token_pool = runner.req_to_token_pool
@@ -96,7 +96,7 @@ class SGLangAttentionBackend(AttentionBackend):
 
         self._is_float8 = self.kv_dtype in SCALED_DTYPES
         self._has_extends = branches == 0  # a draft model's one step is a decode
-        # of K and V that append_kv writes, without the pool
+        # of K and V that append_kv writes without the pool
         self._appended_dtypes = (self.dtype, self.kv_dtype)
         self._has_latents = has_latents(runner)
         self._copies_to_slots = self._has_latents or compat.copies_to_slots(self.token_to_kv_pool)
@@ -130,7 +130,7 @@ class SGLangAttentionBackend(AttentionBackend):
         for layer, parent in attention_layers(runner.model, is_encoder_decoder):
             self._remember(layer, parent)
 
-    # SGLang's questions.
+    # What SGLang asks the backend.
 
     def support_triton(self) -> bool:
         return self.device.type == "cuda"
@@ -284,7 +284,7 @@ class SGLangAttentionBackend(AttentionBackend):
         if plan.spec.of_this_step:
             attention.run(q_heads, _new_tokens(k, v, known), out=out_heads, sm_scale=known.sm_scale)
             return out
-        # at every step: it waits for KV that SGLang is still loading
+        # called at every step, because it waits for KV that SGLang is still loading
         k_buffer, v_buffer = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         if self._is_float8:
             kv = known.cache.float8_view(layer, k_buffer, v_buffer, self.page_size, writes=k is not None)

@@ -1,4 +1,4 @@
-"""One step as SGLang describes it: a ForwardBatch in the terms of plans.
+"""Turns SGLang's ForwardBatch into a Step, from which plans are made.
 
 Its drafts may be trees, its prompts may have items or images: their masks are read here, too.
 """
@@ -33,7 +33,7 @@ class Step:
     rows: Tensor  # [batch], of req_to_token
     encoder_lens: Tensor | None = None  # [batch], tokens of the encoder, which come first in req_to_token
     items: Items | None = None  # with --enable-mis
-    spans: Spans | None = None  # where images see both sides
+    spans: Spans | None = None  # spans of image tokens, which see each other
     has_prefixes: bool = True  # whether a request may have tokens that are not in Q
     tree: Tensor | None = None  # TreeMask.visible, where the new tokens are trees
     slots: Tensor | None = None  # instead of req_to_token: see drafts.branch_slots()

@@ -25,9 +25,10 @@ class StepPlanner:
     """Plans each step for the layers with one spec.
 
     Attributes:
-        attention: captured by graphs: never replaced once there are any.
+        attention: graphs hold it, so it is not replaced after a capture.
         of_trees: for steps that verify trees; None: there are no such steps.
-        of_extends: for steps that extend, whose queries have the cache's 8 bits; None: they have 16, too.
+        of_extends: for steps that extend, whose queries have the cache's 8 bits; None: their queries keep
+            16 bits, too.
         current: the Attention that holds this step's plan; None: there is no plan yet, or the model does not
             run these layers in this step.
         logits_soft_cap: argument of this step's runs.

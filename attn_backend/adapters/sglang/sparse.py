@@ -29,7 +29,7 @@ _WAY = "flashmla_sparse"
 
 
 class SparseBackend(DeepseekSparseAttnBackend):
-    """Raises ValueError in the constructor, that is while the engine starts, for what it cannot serve."""
+    """Serves layers with selected tokens. The constructor raises ValueError for what it cannot serve."""
 
     def __init__(self, runner: Any) -> None:
         check_runner(runner)

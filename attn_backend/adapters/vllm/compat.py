@@ -1,7 +1,7 @@
 """Differences between vLLM's releases.
 
-The rest of the adapter asks here, except sampler.py, which replaces vLLM's functions. The answers come from
-probes, not from version numbers.
+The rest of the adapter asks this module, except sampler.py, which replaces vLLM's functions. The answers
+come from probes, not from version numbers.
 
 | | 0.26 | 0.32, 0.33 |
 |---|---|---|

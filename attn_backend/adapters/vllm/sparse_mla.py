@@ -39,9 +39,9 @@ from .support import (
 class SparseMlaMetadata(MLACommonMetadata[MLACommonDecodeMetadata]):
     """A planned batch, with the fields that SparseMLACommonMetadataBuilder fills and vLLM's layer reads.
 
-    attention: planned for all rows. Runs may leave out the last rows, which vLLM may attend to in
-        decompressed K
-    and V.
+    Attributes:
+        attention: planned for all rows. Runs may leave out the last rows, which vLLM may attend to in
+            decompressed K and V.
     """
 
     block_table: Tensor  # int32 [requests, blocks]

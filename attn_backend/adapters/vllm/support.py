@@ -26,7 +26,7 @@ from .rules import OTHER_BACKEND, OTHER_CACHE, unsupported_model
 
 logger = init_logger("vllm.attn_backend")  # a child of vLLM's own logger: it logs to the same place
 
-_WAYS_OUT = {  # of vLLM's own reasons; for all others, another backend
+_WAYS_OUT = {  # ways out for vLLM's own reasons; the default is OTHER_BACKEND
     "dtype not supported": "pass --dtype bfloat16",
     "kv_cache_dtype not supported": OTHER_CACHE,
     "block_size not supported": "pass --block-size 16",
