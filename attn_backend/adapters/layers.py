@@ -217,7 +217,7 @@ def variant_args_of(
     return None
 
 
-def visibility_of(spec: LayerSpec, causal: bool) -> tuple[bool, int]:
+def layer_visibility(spec: LayerSpec, causal: bool) -> tuple[bool, int]:
     """`causal` and `window_left` of the view to plan, in a step that is causal or not."""
     if spec.has_spans:
         return False, spec.window_left if spec.cuts_spans else -1

@@ -470,7 +470,7 @@ def _in_pages_of(page_size: int, level: int, view: BSRView, max_rows: int) -> BS
     return replace(view, table=view.table.in_pages_of(page_size))
 
 
-def visibility_of(view: BSRView, num_levels: int, variant: AttentionVariant | None) -> tuple[bool, int]:
+def level_visibility(view: BSRView, num_levels: int, variant: AttentionVariant | None) -> tuple[bool, int]:
     """causal and window_left of a level.
 
     Raises:
@@ -726,7 +726,7 @@ class Attention:
             errors = 0
             for level, view in enumerate(levels):
                 table = view.table
-                causal, window_left = visibility_of(view, len(levels), self._variant)
+                causal, window_left = level_visibility(view, len(levels), self._variant)
                 has_slots = view.has_slots and not causal and window_left < 0  # a variant may narrow the view
                 if has_slots:
                     selection.load(self.device)

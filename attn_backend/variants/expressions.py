@@ -294,7 +294,7 @@ def select(condition: Node, yes: Node, no: Node) -> Node:
     if yes == no:
         return yes
     if yes.kind == Kind.BOOL:
-        if no.is_constant:  # visibility_of() looks through & and |, not through where
+        if no.is_constant:  # mask_visibility() looks through & and |, not through where
             return (
                 bitwise("and", condition, yes)
                 if no.value is False
@@ -462,7 +462,7 @@ class Visibility:
     mask: Node | None
 
 
-def visibility_of(mask: Node) -> Visibility:
+def mask_visibility(mask: Node) -> Visibility:
     """Derives the interval from comparisons of q_idx with kv_idx, and drops comparisons that the interval
     fully covers.
     """

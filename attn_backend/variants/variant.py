@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..validation import check_int, check_types, describe, refuse
 from .cpp import HOOKS, TRANSFORMS, Body, PairLayout, body_from, has_bias_slope, hook, pairs_of, source_of
-from .expressions import SCORE, bias_slope, constant, is_interval, visibility_of
+from .expressions import SCORE, bias_slope, constant, is_interval, mask_visibility
 from .params import MAX_BYTES, Layout, Param, check_value, params_from
 from .reference import Reference, ReferenceFunctions
 from .tracing import MASK_MOD, SCORE_MOD, Bound, TracingError, error_at_definition, trace
@@ -228,7 +228,7 @@ class Variant:
             slope = bias_slope(traced["score_mod"].result)
             if slope is not None:
                 hooks["bias_slope"] = hook("bias_slope", slope, params)
-        visibility = visibility_of(traced["mask_mod"].result if "mask_mod" in traced else constant(True))
+        visibility = mask_visibility(traced["mask_mod"].result if "mask_mod" in traced else constant(True))
         if visibility.mask is not None:
             hooks["mask"] = hook("mask", visibility.mask, params)
         functions = [function for function in (score_mod, mask_mod) if function is not None]

@@ -25,9 +25,9 @@ from attn_backend.variants.expressions import (
     constant,
     is_interval,
     logical_not,
+    mask_visibility,
     negate,
     select,
-    visibility_of,
 )
 
 LENGTH = 24
@@ -103,7 +103,7 @@ def test_random_masks() -> None:
     derived = dropped = 0
     for _ in range(2000):
         mask = random_mask(draw, 3)
-        visibility = visibility_of(mask)
+        visibility = mask_visibility(mask)
         inside = torch.ones_like(Q, dtype=torch.bool)
         if visibility.causal:
             inside &= KV <= Q
@@ -145,7 +145,7 @@ def test_reach_of_equal_quotients(divisor: int, offset: int) -> None:
     for a, b in (quotients, quotients[::-1]):
         mask = compare("eq", a, b)
         seen = value_of(mask)
-        visibility = visibility_of(mask)
+        visibility = mask_visibility(mask)
         assert visibility.causal == (not (seen & (KV > Q)).any())
         assert visibility.window_left == max(int((Q - KV)[seen].max()), 0)
 
@@ -223,14 +223,14 @@ def test_either_branch_may_reach_further() -> None:
         (select(near, causal, no), True, -1),
         (logical_not(select(head, logical_not(causal), logical_not(window))), True, -1),
     ):
-        found = visibility_of(mask)
+        found = mask_visibility(mask)
         assert (found.causal, found.window_left) == (causal_is, window_left), mask
 
 
 def test_largest_windows() -> None:
     distance = arithmetic("sub", Q_IDX, KV_IDX)
-    assert visibility_of(compare("le", distance, constant(MAX_INT32))).window_left == MAX_INT32
-    wider = visibility_of(
+    assert mask_visibility(compare("le", distance, constant(MAX_INT32))).window_left == MAX_INT32
+    wider = mask_visibility(
         compare(
             "le",
             arithmetic("add", arithmetic("mul", distance, constant(1)), constant(-5)),

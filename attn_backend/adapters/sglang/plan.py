@@ -10,9 +10,9 @@ from attn_backend import Attention, BSRView, PageTable
 from attn_backend.adapters.layers import (
     LayerSpec,
     attention_of,
+    layer_visibility,
     multiplies_float8,
     variant_args_of,
-    visibility_of,
 )
 from attn_backend.settings import Settings
 
@@ -110,7 +110,7 @@ class StepPlanner:
         self.current = planned._attention_for(batch)
         self.logits_soft_cap = spec.run_soft_cap
         self.arguments = variant_args_of(spec, spans=batch.spans, items=batch.items, tree=batch.tree)
-        causal, window = visibility_of(spec, causal=True)
+        causal, window = layer_visibility(spec, causal=True)
         view = BSRView(
             batch.qo_indptr,
             table,

@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
-from attn_backend.adapters.layers import LayerSpec, Spans, attention_of, variant_args_of, visibility_of
+from attn_backend.adapters.layers import LayerSpec, Spans, attention_of, layer_visibility, variant_args_of
 from attn_backend.adapters.served import warn_if_untried
 from attn_backend.kernels.attention import Attention
 from attn_backend.metadata.page_table import PageTable
@@ -40,8 +40,8 @@ def window_left(sliding_window: int | None) -> int:
     return -1 if sliding_window is None else sliding_window - 1
 
 
-class Plan(NamedTuple):
-    """The plan that layers with one spec share.
+class SharedAttention(NamedTuple):
+    """What layers with one spec share: the Attention that holds each step's plan, and arguments of its runs.
 
     Attributes:
         spec: the layers' spec, completed by the builder.
@@ -77,7 +77,7 @@ class AttnMetadata(AttentionMetadata):
     block_table: torch.Tensor  # int32 [num_reqs, max_blocks]
     slot_mapping: torch.Tensor  # int64 [tokens]
     causal: bool
-    plans: dict[LayerSpec, Plan]
+    plans: dict[LayerSpec, SharedAttention]
     context_parallel: ContextParallel | None = None
     # With context_parallel:
     has_context: bool = True  # whether a request may have tokens before the step
@@ -176,7 +176,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             batch_invariant=compat.batch_invariant(),
         )
 
-        def make_plan(of_layers: LayerSpec) -> Plan:
+        def make_shared(of_layers: LayerSpec) -> SharedAttention:
             cuts_spans = self.spans is not None and compat.clamps_spans(vllm_config)
             # If windows cut spans, layers without a window have no spans.
             has_spans = (
@@ -187,13 +187,13 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
                 spec = spec._replace(kv_dtype=kv_dtype)
             if self.context_parallel is None:
                 arguments = variant_args_of(spec, spans=self.spans)
-                return Plan(spec, make(spec), spec.run_soft_cap, arguments)
+                return SharedAttention(spec, make(spec), spec.run_soft_cap, arguments)
             of_all_ranks = spec._replace(num_qo_heads=spec.num_qo_heads * self.context_parallel.size)
             new_tokens = spec._replace(of_this_step=True, kv_dtype=None, float8_q=False)
             context = make(of_all_ranks)
-            return Plan(spec, make(new_tokens, cascade=False), spec.run_soft_cap, None, context)
+            return SharedAttention(spec, make(new_tokens, cascade=False), spec.run_soft_cap, None, context)
 
-        self.plans = outside_memory_pools(lambda: {spec: make_plan(spec) for spec in specs}, device)
+        self.plans = outside_memory_pools(lambda: {spec: make_shared(spec) for spec in specs}, device)
         sampler.install(device, vllm_config)
 
     def build(
@@ -251,7 +251,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             )
         table = PageTable.block_table(blocks, kv_lens, self.page_size)
         for spec, attention, _, arguments, context in self.plans.values():
-            causal, window = visibility_of(spec, metadata.causal)
+            causal, window = layer_visibility(spec, metadata.causal)
             tokens = PageTable.ragged(qo_indptr) if spec.of_this_step or context is not None else table
             if not metadata.single_tokens:
                 attention.plan(
