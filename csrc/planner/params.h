@@ -23,8 +23,8 @@ struct PlanLevel {
   const KvTileList* kv_tile_lists = nullptr;  // by number (first_kv_tile_list()); nullptr: KV tiles have no holes
                                               // between them
   int32_t num_kv_tile_lists = 0;
-  IndexArray kv_length;  // from prepare_plan(): kv_lens, or else last_page_len, or else any array that is long
-                         // enough to be read, and is not looked at
+  IndexArray kv_length;  // from prepare_plan(): kv_lens, or else last_page_len, or else any array of
+                         // sufficient length, whose values are not used
 };
 
 struct PlanParams {

@@ -166,7 +166,7 @@ void Attention::load_output_kernels(const KernelFiles& files, const std::string&
   if (design_.prefetches_code) kernels.merge_code = driver::find_code(kernels.merge);
   for (int32_t i = 0; i < kMaxDesignKernels && design_.kernels[i] != nullptr; ++i) {
     const std::string name = prefix + design_.kernels[i];
-    const bool widens_on_load = is_wide(config_.dims()) && has_8_bits(config_.kv_dtype);  // its first kernel is all
+    const bool widens_on_load = is_wide(config_.dims()) && has_8_bits(config_.kv_dtype);  // in one kernel
     const bool comes_later = i > 0 && (config_.has_variant || widens_on_load) && files.count(name) == 0;
     if (!comes_later) load_attention_kernel(kernels, i, file_of(files, name));
   }
@@ -315,7 +315,7 @@ void Attention::select(const Selection& selection, int32_t num_rows, driver::Str
   const DLDevice device = config_.dl_device();
   if (selection.indices.has_value() && (plan_params_.num_levels != 1 || !has_slots_[0]))
     refuse("selected", "given", "None, or the plan of a BSRView.selected");
-  if (!config_.on_cuda) schedule_.header->errors &= ~static_cast<uint32_t>(kSelectionTooLong);  // of a run before
+  if (!config_.on_cuda) schedule_.header->errors &= ~static_cast<uint32_t>(kSelectionTooLong);  // of an earlier run
   for (int32_t level = 0; level < plan_params_.num_levels; ++level) {
     if (!has_slots_[level]) continue;
     const PageTable& table = plan_params_.levels[level].table;
@@ -360,7 +360,7 @@ uint32_t Attention::run(LatentAttentionParams params, const AttentionScales& sca
   params.page_size = FastDivisor(planned_page_size_);
   if (!config_.on_cuda) {
     uint32_t& errors = schedule_.header->errors;
-    errors &= ~static_cast<uint32_t>(kPageIndexInvalid);  // of a run before, with another cache
+    errors &= ~static_cast<uint32_t>(kPageIndexInvalid);  // left by an earlier run, with another cache
     if (leads_beyond_ragged(schedule_, params.num_pages))
       errors |= kPageIndexInvalid;
     else if (!is_interpreted_) {

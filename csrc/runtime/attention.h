@@ -36,7 +36,7 @@ struct AttentionConfig {
   int32_t device;
   bool batch_invariant;
   bool on_cuda;
-  bool has_variant;     // another one than the standard kernels'
+  bool has_variant;     // other than the standard one
   bool uses_softmax;    // of the variant
   bool has_mask;        // the variant
   bool skips_kv_tiles;  // the variant's mask may have holes (VariantBase::kSkipsTiles)
@@ -91,10 +91,10 @@ class Attention {
   void lock();
   void unlock() { user_.store(0, std::memory_order_release); }
 
-  /// Begins a new plan: locks, and forgets the plan before. plan() unlocks.
+  /// Begins a new plan: locks, and drops the previous plan. plan() unlocks.
   void begin_plan();
 
-  /// If this thread began a plan: unlocks. Forgets the plan before, unless another thread uses the object.
+  /// If this thread began a plan: unlocks. Drops the previous plan, unless another thread uses the object.
   void abandon_plan();
 
   const AttentionConfig& config() const { return config_; }
@@ -136,7 +136,8 @@ class Attention {
   bool planned() const { return planned_page_size_ > 0; }
   int32_t planned_page_size() const { return planned_page_size_; }
   /// Requests of the plan. A level that does not name the requests of its rows takes row group i for request i.
-  /// 0: all levels name them. -1: levels that do not have different numbers of groups, so a group is no request.
+  /// 0: all levels name them. -1: the levels that do not name them differ in their number of row groups, so a row group
+  /// does not stand for one request.
   int32_t planned_batch() const {
     int32_t batch = 0;
     for (int32_t i = 0; i < plan_params_.num_levels; ++i) {

@@ -53,7 +53,7 @@ int64_t checked_batch(const TensorView& qo_indptr, int32_t max_groups) {
   return batch;
 }
 
-/// Takes a level; with the last one, plans. The caller sees to index < num_levels <= max_levels, and calls
+/// Takes a level; with the last one, plans. The caller guarantees that index < num_levels <= max_levels, and calls
 /// abandon_plan() if anything fails. Returns ScheduleError bits (always 0 on CUDA, where they stay on the device).
 int64_t plan_level(const PlanLevelArguments& given) {
   Attention& attention = Attention::of(given.handle);
@@ -91,7 +91,7 @@ int64_t plan_level(const PlanLevelArguments& given) {
   if (given.kv_lens.has_value()) table.kv_lens = index_array("kv_lens", given.kv_lens.value(), device, batch);
   if (given.rows.has_value()) table.rows = index_array("rows", given.rows.value(), device, batch);
   if (options.has_slots && (!table.indices || table.indptr || table.rows || table.page_size != 1))
-    refuse("has_slots", "true", "false but for a block table of pages of one token");
+    refuse("has_slots", "true", "false, except with a block table of one-token pages");
   attention.level(options.index) = level;
   attention.set_has_slots(options.index, options.has_slots);
   if (options.index + 1 < options.num_levels) return 0;

@@ -77,8 +77,8 @@ class TensorForm {
     return form;
   }
 
-  /// A dimension of size 1 gets the stride that it has in a contiguous tensor. It is never used, but may be anything,
-  /// and alignment is judged by strides.
+  /// A dimension of size 1 gets the stride that it has in a contiguous tensor. Its own stride is never used and may be
+  /// anything, but the alignment check reads strides.
   TensorForm with_plain_strides() const {
     TensorForm form = *this;
     for (int32_t dim = dims_ - 1; dim >= 0; --dim) {
@@ -163,8 +163,8 @@ void check_scaled_on_load(const AttentionParams& params, int64_t page_size, int6
            "kv.k_scale, one for all: K and V are the same bytes");
 }
 
-/// K's or V's scale. If requests have scales, all requests of the plan must, and its levels must say whose rows are
-/// whose.
+/// K's or V's scale. If requests have scales, all requests of the plan must, and its levels must say which request
+/// each row belongs to.
 KvScale checked_scale(const char* name, const AnyView& scale, const Attention& attention) {
   const AttentionConfig& config = attention.config();
   const KvScale made = kv_scale(name, scale, config.dl_device(), config.num_kv_heads);
@@ -180,7 +180,7 @@ KvScale checked_scale(const char* name, const AnyView& scale, const Attention& a
   return made;
 }
 
-/// A scale as messages have it.
+/// A scale as text for error messages.
 std::string text_of(const TensorOrNumber& scale) { return scale.tensor ? "a tensor" : std::to_string(scale.number); }
 
 /// Q's scale, the same for all requests.
