@@ -134,7 +134,7 @@ def test_schedulers_that_are_spawned_know_it(tmp_path: Path) -> None:
     (tmp_path / "minisgl").mkdir()
     for name, text in files.items():
         (tmp_path / "minisgl" / f"{name}.py").write_text(dedent(text))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(EXAMPLES), *sys.path])}
     ended = subprocess.run(
         [sys.executable, str(EXAMPLES / "mini_sglang.py")],
         env=environment,
