@@ -519,7 +519,7 @@ FAMILIES = {
         ),
         Family("stablelm", "heads of 80 columns", "StableLM 3B, Phi-2", _stablelm),
         Family("phi3", "heads of 96 columns", "Phi-3 mini", _phi3),
-        Family("deepseek", "multi-head latent attention (MLA)", "DeepSeek V2 and V3, Kimi K2", _deepseek),
+        Family("deepseek", "multi-head latent attention (MLA)", "DeepSeek V2, V3 and R1, Kimi K2", _deepseek),
         Family(
             "mimo",
             "keys and values of different sizes, sinks, sliding window",
