@@ -321,10 +321,17 @@ def shared_spaces() -> list[Space]:
     """Disk space for temporary files, and in the cache for compiled kernels and a small model."""
     # Python ignores a TMPDIR that is not writable; compilers and installers fail
     temporary = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
-    spaces = [Space(temporary, TEMPORARY_BYTES, "temporary files", "set TMPDIR to a folder on another disk")]
+    spaces = [
+        Space(
+            temporary,
+            TEMPORARY_BYTES,
+            "temporary files",
+            "set TMPDIR to a folder with room that you can write to",
+        )
+    ]
     if cache_problem() is None:
         cache = cache_folder(os.environ.get(VARIABLE))
-        spaces.append(Space(cache, CACHE_BYTES, "the cache", f"set {VARIABLE} to a folder on another disk"))
+        spaces.append(Space(cache, CACHE_BYTES, "the cache", f"set {VARIABLE} to a folder with room"))
     return spaces
 
 

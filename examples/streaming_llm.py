@@ -1,13 +1,20 @@
 """Streaming-LLM (arXiv 2309.17453): endless text in a cache of constant size, even beyond the length that a
 model was trained for.
 
-    # SmolLM2-135M, from the hub or from `make demo`
+The default model is SmolLM2-135M, from the hub or from `make demo`.
+
     python examples/streaming_llm.py
-    # past the model's context of 8192
+
+Generate past the model's context of 8192 tokens.
+
     python examples/streaming_llm.py --tokens 10000
-    # a small random model, which needs no download: shows that it runs
+
+Use a small random model. It needs no download, and only shows that the example runs.
+
     python examples/streaming_llm.py --model random
-    # rotation inside of attention, compared with rotation of the whole cache, at the shape of Vicuna-13B
+
+Compare rotation inside attention with rotation of the whole cache, at Vicuna-13B's shape.
+
     python examples/streaming_llm.py --benchmark
 
 The cache has the first page of the text (the sinks) and its last pages. When it is full, the oldest page

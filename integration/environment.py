@@ -316,8 +316,10 @@ def install_package(python: Path, stamp: Path, arguments: list[str]) -> None:
     count = count_of(r"\[(\d+)/(\d+)\] (?:Build|Link)ing", "compiled")
 
     def compiled(log_file: Path) -> str | None:
+        if now := count(log_file):
+            return now
         begun = "Running command Building wheel" in log_file.read_text(errors="replace")
-        return count(log_file) or ("compiling the first files" if begun else None)
+        return "compiling the first files" if begun else None
 
     try:
         run_pip(

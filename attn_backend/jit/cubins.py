@@ -174,9 +174,7 @@ def compile_kernel(name: str, arch: str, ahead: Callable[[], str] | None = None)
     path = nvcc()
     what = f"kernel {name} for {arch}"
     if path is None:
-        raise RuntimeError(
-            f"kernel {name} for {arch} is neither in the package nor compilable: {compilers.no_nvcc()}"
-        )
+        raise RuntimeError(f"{what} is neither in the package nor compilable: {compilers.no_nvcc()}")
     entry = _entry(
         what,
         cached_kernel(name, arch, path),

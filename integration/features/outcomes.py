@@ -1,16 +1,23 @@
 """The last result of each test or server that shows an engine feature: docs/features.json, the source of the
 tables in docs/engines.md and docs/reports/features.md.
 
-    # runs the tests that the tables name (default: all) and notes how they ended
+Run the tests of the tables and record how they ended. NAME is FILE::FUNCTION; default: all of them.
+
     python -m integration.features.outcomes [NAME ...]
-    # their cases for GPUs, on one, of the engine that is installed
+
+Run their GPU cases, for the installed engine.
+
     python -m integration.features.outcomes --device cuda
-    # the same for servers, with --device cuda on a GPU
+
+Run the servers of the tables, and record how they ended.
+
     python -m integration.features.serve --record [RUN ...]
-    # writes the tables into the pages
+
+Write the tables into the pages.
+
     python -m integration.features.table
 
-A test's NAME is FILE::FUNCTION. Exit status: 1 if one failed.
+The exit status is 1 if a test failed.
 """
 
 from __future__ import annotations
