@@ -23,11 +23,14 @@ _EPILOG = """examples:
   attn-backend bench                                 # a table, in less than two minutes
   attn-backend bench --case decode --svg bench.svg   # some cases, and a picture (needs matplotlib)
   attn-backend bench --json bench.json
+  attn-backend bench --sweep --svg sweep.svg         # decodes: GB/s over batch, length and cache format
   attn-backend bench --device cpu                    # small sizes, next to torch's own attention
 
 Times are medians in µs, of attention only. The plan of a step serves all layers and has its own column.
 On a GPU, launches are replayed from CUDA graphs with a cold L2, in turns. Peers that are not installed
 are left out: FlashAttention-3 (of vLLM), FlashInfer. docs/benchmarks.md has many more cases.
+A sweep counts the bytes of Q, K, V and the output. Its share compares them with what a copy of a large
+tensor reads and writes in the same time.
 """
 
 Launch = Callable[[], Any]
@@ -36,13 +39,14 @@ PAGE_SIZE = 16
 
 @dataclass(frozen=True)
 class Case:
-    """shared_pages: leading pages that all requests share."""
+    """shared_pages: leading pages that all requests share. cache: its dtype in torch; None: Q's."""
 
     name: str
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
     heads: tuple[int, int, int] = (32, 8, 128)
     shared_pages: int = 0
+    cache: str | None = None
 
 
 ON_GPU = (
@@ -59,6 +63,25 @@ ON_CPU = (
     Case("chunk 64 at 256, 3 decodes", (64, 1, 1, 1), (256, 512, 512, 512), (8, 2, 64)),
     Case("decode 8 x 1024, shared", (1,) * 8, (1024 + 32,) * 8, (8, 2, 64), shared_pages=1024 // PAGE_SIZE),
 )
+
+# Batch sizes, lengths, the most KV tokens of a batch, and heads.
+SWEPT: dict[str, tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, int, int]]] = {
+    "cuda": ((1, 4, 16, 64, 256), (512, 2048, 8192, 32768, 131072), 2**20, (32, 8, 128)),
+    "cpu": ((1, 4, 16), (128, 512, 2048), 2**13, (8, 2, 64)),
+}
+SWEPT_CACHES = {"cuda": ("bfloat16", "float8_e4m3fn"), "cpu": ("float32", "float8_e4m3fn")}
+
+
+def swept(device: str) -> list[Case]:
+    """The cases of a sweep: decodes of batch x length, with each cache format."""
+    batches, lengths, max_tokens, heads = SWEPT[device]
+    return [
+        Case(f"{batch} x {length} {cache}", (1,) * batch, (length,) * batch, heads, cache=cache)
+        for cache in SWEPT_CACHES[device]
+        for batch in batches
+        for length in lengths
+        if batch * length <= max_tokens
+    ]
 
 
 class CaseTensors:
@@ -85,7 +108,14 @@ class CaseTensors:
         self.q = torch.randn(sum(case.q_lens), num_qo_heads, head_dim, dtype=self.dtype, device=device)
         self.kv = torch.randn(
             num_pages, 2, PAGE_SIZE, num_kv_heads, head_dim, dtype=self.dtype, device=device
-        )
+        ).to(getattr(torch, case.cache) if case.cache else self.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """What attention must read and write: Q, K and V of each request, and the output."""
+        _, num_kv_heads, head_dim = self.case.heads
+        kv = sum(self.case.kv_lens) * 2 * num_kv_heads * head_dim * self.kv.itemsize
+        return kv + 2 * self.q.nbytes
 
 
 def ours(batch: CaseTensors) -> tuple[Launch, Launch]:
@@ -95,6 +125,7 @@ def ours(batch: CaseTensors) -> tuple[Launch, Launch]:
     attention = Attention(
         *batch.case.heads,
         dtype=batch.dtype,
+        kv_dtype=batch.kv.dtype,
         device=batch.device,
         max_rows=batch.q.shape[0],
         max_batch=len(batch.case.q_lens),
@@ -244,10 +275,40 @@ def measure(case: Case, device: str, repeats: int) -> dict[str, Any]:
     return line | dict(zip(launches, times(list(launches.values()), device, repeats), strict=True))
 
 
+def copy_rate(device: str, repeats: int) -> float:
+    """Bytes per µs that a copy of a large tensor reads and writes."""
+    import torch
+
+    source = torch.ones(1 << 30 if device == "cuda" else 1 << 28, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / times([lambda: target.copy_(source)], device, repeats)[0]
+
+
+def measure_swept(case: Case, device: str, repeats: int, copied: float) -> dict[str, Any]:
+    """A point of the sweep. copied: from copy_rate()."""
+    batch = CaseTensors(case, device)
+    (elapsed,) = times([ours(batch)[1]], device, repeats)
+    rate = batch.num_bytes / elapsed
+    return {
+        "case": case.name,
+        "batch": len(case.kv_lens),
+        "kv_len": case.kv_lens[0],
+        "cache": case.cache,
+        "us": elapsed,
+        "gb_per_s": rate / 1e3,
+        "share_of_copy": rate / copied,
+    }
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if torch sees a GPU")
+    parser.add_argument(
+        "--sweep",
+        action="store_true",
+        help="decodes of batch x length x cache format: GB/s, and the share of a copy's rate",
+    )
     parser.add_argument(
         "--case",
         action="append",
@@ -274,7 +335,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(
                 "--device is cuda, must be cpu where torch sees no GPU; attn-backend doctor says more"
             )
-        known = ON_GPU if device == "cuda" else ON_CPU
+        known = swept(device) if arguments.sweep else ON_GPU if device == "cuda" else ON_CPU
         cases = [
             case for case in known if not arguments.case or any(text in case.name for text in arguments.case)
         ]
@@ -286,36 +347,89 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.repeats < 1:
             raise ValueError(f"--repeats is {arguments.repeats}, must be at least 1")
         torch.manual_seed(0)
-        lines = [measure(case, device, arguments.repeats) for case in tracked(cases, "measuring")]
-        columns = ["plan", "ours", *(name for name in PEERS[device] if any(name in line for line in lines))]
-        rows = [
-            [line["case"], *(f"{line[name]:.1f}" if name in line else "-" for name in columns)]
-            for line in lines
-        ]
         where = (
             torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
         )
-        print(
-            f"µs on {where}"
-            + (
-                ""
-                if device == "cuda"
-                else ". Small sizes, to see that it works: GPU kernels are measured where torch sees a GPU"
-            )
-        )
-        print_table(rows, ["case", *columns], right=range(1, len(columns) + 1))
-        absent = [name for name in PEERS[device] if name not in columns]
-        if absent:
-            print(f"\nnot measured, since not installed or without such a kernel: {', '.join(absent)}")
-        if arguments.json:
-            arguments.json.write_text(json.dumps({"device": where, "unit": "us", "lines": lines}, indent=1))
+        show = show_sweep if arguments.sweep else show_cases
+        show(cases, device, where, arguments)
         if arguments.svg:
-            draw(lines, columns[1:], where, arguments.svg)
             print(f"\nwrote {arguments.svg}")
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         print(f"attn-backend bench: {explained(error)}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     return 0
+
+
+def heading(unit: str, where: str, device: str) -> str:
+    small = "Small sizes, to see that it works: GPU kernels are measured where torch sees a GPU"
+    return f"{unit} on {where}" + (f". {small}" if device == "cpu" else "")
+
+
+def show_cases(cases: list[Case], device: str, where: str, arguments: argparse.Namespace) -> None:
+    """Times next to the installed peers."""
+    lines = [measure(case, device, arguments.repeats) for case in tracked(cases, "measuring")]
+    columns = ["plan", "ours", *(name for name in PEERS[device] if any(name in line for line in lines))]
+    rows = [
+        [line["case"], *(f"{line[name]:.1f}" if name in line else "-" for name in columns)] for line in lines
+    ]
+    print(heading("µs", where, device))
+    print_table(rows, ["case", *columns], right=range(1, len(columns) + 1))
+    absent = [name for name in PEERS[device] if name not in columns]
+    if absent:
+        print(f"\nnot measured, since not installed or without such a kernel: {', '.join(absent)}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"device": where, "unit": "us", "lines": lines}, indent=1))
+    if arguments.svg:
+        draw(lines, columns[1:], where, arguments.svg)
+
+
+def show_sweep(cases: list[Case], device: str, where: str, arguments: argparse.Namespace) -> None:
+    """The bandwidth of decodes, next to a copy's."""
+    copied = copy_rate(device, arguments.repeats)
+    lines = [measure_swept(case, device, arguments.repeats, copied) for case in tracked(cases, "measuring")]
+    print(heading("Decodes", where, device))
+    print(f"A copy reads and writes {copied / 1e3:,.0f} GB/s; share: of that rate")
+    rows = [
+        [line["case"], f"{line['us']:.1f}", f"{line['gb_per_s']:,.1f}", f"{line['share_of_copy']:.0%}"]
+        for line in lines
+    ]
+    print_table(rows, ["batch x length, cache", "µs", "GB/s", "share"], right=range(1, 4))
+    if arguments.json:
+        result = {"device": where, "copy_gb_per_s": copied / 1e3, "lines": lines}
+        arguments.json.write_text(json.dumps(result, indent=1))
+    if arguments.svg:
+        draw_sweep(lines, where, arguments.svg)
+
+
+def draw_sweep(lines: list[dict[str, Any]], where: str, path: Path) -> None:
+    """Draws the share of a copy's rate over the length. A panel is a cache format, a line a batch size."""
+    from .picture import new_figure, write
+
+    caches = list(dict.fromkeys(line["cache"] for line in lines))
+    figure = new_figure(60 + 380 * len(caches), 340)
+    figure.set_layout_engine("constrained")
+    panels = figure.subplots(1, len(caches), squeeze=False, sharex=True, sharey=True)[0]
+    batches, lengths = (sorted({line[name] for line in lines}) for name in ("batch", "kv_len"))
+    for axes, cache in zip(panels, caches, strict=True):
+        for number, batch in enumerate(batches):
+            points = [
+                (line["kv_len"], 100 * line["share_of_copy"])
+                for line in lines
+                if (line["cache"], line["batch"]) == (cache, batch)
+            ]
+            places, shares = [length for length, _ in points], [share for _, share in points]
+            axes.plot(places, shares, color=f"C{number}", marker="o", label=f"batch {batch}")
+        axes.axhline(100, color="black", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [f"{length:,}" for length in lengths], fontsize=8)
+        axes.set_ylim(bottom=0)
+        axes.set_title(f"{cache} cache", fontsize=9)
+        axes.set_xlabel("KV tokens of a request", fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel(f"% of a copy's rate ({where})", fontsize=8)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(batches), frameon=False)
+    write(figure, path, "svg")
 
 
 def draw(lines: list[dict[str, Any]], columns: list[str], where: str, path: Path) -> None:

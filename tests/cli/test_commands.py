@@ -182,6 +182,34 @@ def test_bench_measures_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "chunk 64 at 256" in files[1].read_text()
 
 
+def test_bench_sweeps_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    files = tmp_path / "sweep.json", tmp_path / "sweep.svg"
+    options = ["--case", "4 x 512", "--repeats", "2", "--json", str(files[0]), "--svg", str(files[1])]
+    assert main(["bench", "--device", "cpu", "--sweep", *options]) == 0
+    said = capsys.readouterr().out
+    result = json.loads(files[0].read_text())
+    assert [line["cache"] for line in result["lines"]] == ["float32", "float8_e4m3fn"]
+    for line, size in zip(result["lines"], (4, 1), strict=True):
+        num_bytes = 4 * 512 * 2 * 2 * 64 * size + 2 * 4 * 8 * 64 * 4
+        assert line["gb_per_s"] == pytest.approx(num_bytes / line["us"] / 1e3)
+        assert line["share_of_copy"] == pytest.approx(line["gb_per_s"] / result["copy_gb_per_s"])
+        assert line["case"] in said
+    assert "float8_e4m3fn cache" in files[1].read_text()
+
+
+@pytest.mark.parametrize("device", bench.SWEPT_CACHES)
+def test_a_sweep_covers_each_format_alike(device: str) -> None:
+    points = {cache: set[tuple[int, ...]]() for cache in bench.SWEPT_CACHES[device]}
+    for case in bench.swept(device):
+        assert case.cache is not None
+        assert set(case.q_lens) == {1}
+        points[case.cache].add(case.kv_lens)
+    first, *others = points.values()
+    assert len(first) > 5
+    assert all(other == first for other in others)
+
+
 def test_bench_agrees_with_its_peer_on_a_shared_prefix() -> None:
     batch = bench.CaseTensors(bench.ON_CPU[3], "cpu")
     assert (bench.ours(batch)[1]() - bench.torch_sdpa(batch)()).abs().max() < 1e-4
