@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument(
         "--batch-invariant",
         action="store_true",
-        help="also Attention(batch_invariant=True), beside the default",
+        help="also measure Attention(batch_invariant=True)",
     )
     parser.add_argument("--part", default="1/1", help="K/N: of the lines every N-th, beginning with the K-th")
     arguments = parser.parse_args()
@@ -116,7 +116,7 @@ def main() -> None:
         parser.error(f"--part is {arguments.part!r}, must be K/N with 1 <= K <= N")
     timer, machine = start(arguments.repeats)
     header = (
-        f"{machine} Times in µs: bf16, causal but for `full`, cold L2, CUDA-graph replay, median of "
+        f"{machine} Times in µs: bf16, causal except `full`, cold L2, CUDA-graph replay, median of "
         f"{arguments.repeats}."
     )
     cases = [case for case in all_cases() if wanted(case.name, arguments)][int(part) - 1 :: int(parts)]

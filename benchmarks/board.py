@@ -8,8 +8,8 @@ Merges the JSON files of several parts.
 All figures of a line come from one process. Parts of different GPU models are refused. If a line was measured
 twice, the last measurement counts.
 
---against compares our times, each divided by the floor of its own process, since GPUs of one model differ in
-their clocks. A line is slower or faster only if the middle halves of its times and of the earlier times do
+--against compares our times. It divides each by the floor of the same process, since GPUs of one model differ
+in their clocks. A line is slower or faster only if the middle halves of its times and of the earlier times do
 not overlap. Exits with 1 if a line is slower.
 """
 

@@ -117,9 +117,7 @@ class Cut:
 
 
 def cut_batch(kv_lens: Sequence[int], num_ctas: int) -> tuple[list[Cut], list[int]]:
-    """The parts of decodes of these lengths as `plan` cuts them for so many CTAs, and the KV tiles of each
-    request.
-    """
+    """Returns the parts into which `plan` cuts decodes of these lengths, and the KV tiles of each request."""
     page_size, batch = 16, len(kv_lens)
     most = -(-max(kv_lens) // page_size)
     table = torch.arange(batch * most, dtype=torch.int32).view(batch, most)
@@ -327,7 +325,7 @@ def alibi() -> torch.Tensor:
 
 
 def _mix(share: float) -> str:
-    """From the color of what is hidden to that of what is seen."""
+    """Mixes the colors of hidden and visible tokens."""
     hidden, shown = (tuple(int(color[i : i + 2], 16) for i in (1, 3, 5)) for color in (NOT_TAKEN, DECODE[1]))
     return "#" + "".join(f"{round(a + share * (b - a)):02x}" for a, b in zip(hidden, shown, strict=True))
 

@@ -169,7 +169,7 @@ def draw_prefixes(path: Path) -> None:
 
 
 def draw_fp8(path: Path) -> None:
-    """Decodes over an 8-bit cache, beside the 16-bit one and the peers."""
+    """Decodes over an 8-bit cache, a 16-bit cache and the peers."""
     rows = table("fp8", "bf16", "fp8", "FA3 fp8")
     columns = {
         "8-bit cache": "fp8",
@@ -214,7 +214,7 @@ def draw_plans(path: Path) -> None:
 
 
 def draw_all(folder: Path) -> None:
-    """Every figure except those of `attn-backend plan`."""
+    """Every figure except what `attn-backend plan` draws."""
     diagrams.write_all(folder)
     pipeline.draw(pipeline.simulate(), folder / "pipeline.svg")
     draw_serving(serving_tables((REPORTS / "serving.md").read_text()), folder / "serving.svg")

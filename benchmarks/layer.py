@@ -225,7 +225,7 @@ def main() -> None:
         f"{machine} µs a layer, {'rotary embedding, ' if arguments.rope else ''}append and attention after a "
         f"product of {PRODUCT_ROWS[True]} "
         f"(prompts: {PRODUCT_ROWS[False]}) x {PRODUCT[0]} x {PRODUCT[1]}, {LAYERS} layers in a CUDA graph "
-        f"less the products alone, median of "
+        f"minus the products by themselves, median of "
         f"{arguments.repeats}; bf16, 32/8 heads, head_dim 128. Error: one request against float64, relative."
     )
 

@@ -263,7 +263,7 @@ def new_parser() -> argparse.ArgumentParser:
         "--sharegpt",
         type=Path,
         metavar="FILE",
-        help="conversations in ShareGPT's JSON form (see above); default: the Mooncake trace alone",
+        help="conversations in ShareGPT's JSON form (see above); default: only the Mooncake trace",
     )
     parser.add_argument("--conversations", type=at_least_1, default=1000, help="taken from it (%(default)s)")
     parser.add_argument(

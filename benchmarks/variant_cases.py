@@ -19,8 +19,8 @@ from benchmarks.cases import Case
 
 CAP, WINDOW, GPT_OSS_WINDOW = 30.0, 1024, 128
 DOCUMENTS, PREFIX = 8, 4  # documents of a request; one token of PREFIX is in the prefix
-PIECE, IN_TURN = 128, 4  # documents come in pieces of PIECE tokens, with IN_TURN documents taking turns
-FIRST_TOKENS = 4  # beside a window
+PIECE, IN_TURN = 128, 4  # pieces of PIECE tokens; IN_TURN documents take turns
+FIRST_TOKENS = 4  # that stay visible with a window
 TREE = 64  # tokens
 CHECKED_ROWS = 64
 ROWS_AT_ONCE = 1024

@@ -5,7 +5,7 @@ Run by the engine's interpreter, by path: python bench_client.py MODULE OPTIONS 
 OPTIONS is JSON:
     keep_order   true: do not shuffle the requests
     sampling     null: greedy; otherwise each request gets these parameters, named as in the server's API, and
-                 a seed of its own
+                 its own seed
     seed         of the first request
     wait_for     null, or a file: the client prepares its requests, which can take longer than the load
                  itself, then waits for this file before it connects

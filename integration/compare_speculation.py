@@ -7,21 +7,21 @@ one server after another.
     python -m integration.compare_speculation --engine sglang --reference triton --model llama-3.1-8b \
         --server-args "--speculative-algorithm NGRAM --speculative-num-draft-tokens 8"
 
-Options of --server-args that begin with --spec are those of speculation. The servers: `backend` and
+Options of --server-args that begin with --spec control speculation. The servers: `backend` and
 `reference` have all options, and the backends of those names; `plain` is the backend again, without the
 options of speculation. --reference none leaves the reference out, where the engine's own backend verifies no
 drafts (SGLang's on a CPU).
 
-- Greedy, one prompt at a time and then all at once: the tokens of `backend` are those of `reference` and of
-  `plain`. In 16 bits answers may part at a near tie of the two most probable tokens (see compare_tokens).
+- Greedy, one prompt at a time and then all at once: `backend`, `reference` and `plain` give the same tokens.
+  In 16 bits answers may differ from a near tie of the two most probable tokens on (see compare_tokens).
 - Greedy, one at a time: the accept length of an answer (tokens that it gains with each pass that verifies a
-  draft) is that of `reference` where the tokens are the same. In 16 bits near ties of the draft may part,
-  too; there the differences must not have a mean other than 0 (sign-flip test, p > 0.001).
+  draft) equals that of `reference` where the tokens are the same. In 16 bits a near tie of the draft may also
+  go either way; then the differences must not have a mean other than 0 (sign-flip test, p > 0.001).
 - With --sampling: each of the first --sampled-prompts prompts gets --answers answers, with seeds, other ones
-  in every server. For each prompt and position the tokens of `backend` must be distributed as those of
+  in every server. For each prompt and position the tokens of `backend` must have the distribution of
   `reference` and of `plain` (two-sample chi-square, cells of fewer than 10 pooled, every p > 0.001 divided
   by the number of tests). A round asks each of these prompts once, at the same time; the mean accept length
-  of the rounds must be that of `reference` (permutation test, p > 0.001).
+  of the rounds must equal that of `reference` (permutation test, p > 0.001).
 
 Exit status: 0 when all of this holds, 1 otherwise.
 """
@@ -256,7 +256,7 @@ def judge(answers: dict[str, Answers], near_tie: float | None) -> tuple[Verdict,
         check_sampled_lengths(verdict, reference.sampled, backend.sampled)
         p, tests = smallest_p(answers["plain"].sampled, reference.sampled)
         print(
-            f"for comparison, reference beside plain: smallest p of {tests} tests {p:.1e}; if it is small, "
+            f"for comparison, reference and plain: smallest p of {tests} tests {p:.1e}; if it is small, "
             f"the engine itself changes what is sampled"
         )
     return verdict, outcomes
@@ -267,7 +267,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--reference",
         default=STOCK,
-        help="the backend that it is compared with, or none; default: stock, what the engine picks by itself",
+        help="the backend to compare with, or none; default: stock, which the engine picks by itself",
     )
     parser.add_argument(
         "--near-tie",

@@ -189,7 +189,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--reference",
         default=STOCK,
-        help="the backend that it is compared with; default: stock, what the engine picks by itself",
+        help="the backend to compare with; default: stock, which the engine picks by itself",
     )
     parser.add_argument("--reference-engine", choices=sorted(ENGINES), help="default: the same engine")
     parser.add_argument(

@@ -3,8 +3,8 @@
 python -m integration.first_token --engine vllm --model llama-3.1-8b gemma-3-12b [--backend attn_backend
 FLASH_ATTN] [--layers 6] [--length 8192 16384 32768] [--repeats 5]
 
-Each pair of a model and a backend has a process with an engine of its own, which computes chunks of 8192
-tokens as its server does. The backends of a model take turns, prompt by prompt, in two rounds. Prompts are
+Each pair of a model and a backend has its own process and engine, which computes chunks of 8192 tokens as
+the server does. The backends of a model take turns, prompt by prompt, in two rounds. Prompts are
 random tokens, and nothing is cached. Models have few layers, which keep the shape of attention and its
 share of the time.
 """

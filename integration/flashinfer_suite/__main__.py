@@ -166,7 +166,7 @@ def parse_arguments() -> argparse.Namespace:
         "--only",
         nargs="+",
         default=[""],
-        help="lines whose names contain one of these, those of the first before those of the second, ...",
+        help="lines whose names contain one of these texts, in the order of the texts",
     )
     parser.add_argument("--sample", type=int, default=0, help="so many cases of each file, by chance; 0: all")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")

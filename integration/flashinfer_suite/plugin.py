@@ -163,7 +163,7 @@ def _stand_in_for_cuda() -> None:
 
     def run(command: Any, *arguments: Any, **options: Any) -> Any:
         if isinstance(command, list | tuple) and command[0] == sys.executable:
-            pytest.skip("starts a process of its own, which looks for a GPU")
+            pytest.skip("starts a process that looks for a GPU")
         return run_process(command, *arguments, **options)
 
     subprocess.run = run  # type: ignore[assignment]

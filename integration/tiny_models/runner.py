@@ -47,7 +47,7 @@ class Progress:
         with log.open("wb") as file:
             for descriptor in (1, 2):
                 os.dup2(file.fileno(), descriptor)
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what is killed has written what it said
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a killed process has flushed its output
         self.say(f"starts, log {log}")
 
     def say(self, text: str) -> None:

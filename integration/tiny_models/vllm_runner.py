@@ -161,7 +161,7 @@ def _check_backend(llm: LLM) -> None:
         if hasattr(layer, "impl")
     ]
     if not ours or set(ours) != {OURS == "ours"}:
-        raise AssertionError(f"layers of {modules}, must be those of the {OURS} backend")
+        raise AssertionError(f"layers of {modules}, must be of the {OURS} backend")
 
 
 if __name__ == "__main__":
