@@ -148,7 +148,7 @@ class PlannedAttention:
         self._made_for: tuple[object, ...] = ()
         self._with_sinks = False
         self._with_scales: frozenset[str] = frozenset()
-        self._planned: tuple[Composition | BSRView, Heads, Logits, bool] | None = None
+        self._last_plan: tuple[Composition | BSRView, Heads, Logits, bool] | None = None
         self._args: Args | None = None
         self._soft_cap = 0.0
         self.is_interpreted = False  # whether the variant is; runs then take MLA's K in one tensor
@@ -162,8 +162,8 @@ class PlannedAttention:
 
     def zeros(self, q: Tensor) -> Tensor:
         """An output for q, filled with zeros."""
-        assert self._planned is not None
-        heads = self._planned[1]
+        assert self._last_plan is not None
+        heads = self._last_plan[1]
         return torch.zeros((*q.shape[:2], heads.head_dims.v), dtype=heads.o_dtype, device=q.device)
 
     def with_sinks(self) -> None:
@@ -201,7 +201,7 @@ class PlannedAttention:
                 max([level.batch_size for level in composition.levels]),
             )
         variant = logits.variant(heads, self._with_scales)
-        planned = composition, heads, logits, batch_invariant
+        last_plan = composition, heads, logits, batch_invariant
         made_for = (heads, variant, self._with_sinks, num_levels, batch_invariant)
         attention = self._attention
         if (
@@ -216,7 +216,7 @@ class PlannedAttention:
         )
         self._soft_cap = logits.soft_cap if variant is None else 0.0
         attention.plan(composition, variant_args=self._args)
-        self._planned = planned
+        self._last_plan = last_plan
 
     def _make(
         self,
@@ -317,7 +317,7 @@ class PlannedAttention:
             ValueError: Attention refuses an argument, or there is no plan yet.
         """
         attention = self._attention
-        if attention is None or self._planned is None:
+        if attention is None or self._last_plan is None:
             raise ValueError("run() before a successful plan()")
         rows, params, needs_sinks = q.shape[0], scales.params, sinks is not None and not self._with_sinks
         if rows > attention.max_rows or needs_sinks or not self._with_scales.issuperset(params):
@@ -407,8 +407,8 @@ class PlannedAttention:
         """Repeats the last plan, with room for these rows, and for arguments that a run uses for the first
         time.
         """
-        assert self._planned is not None
-        composition, heads, logits, batch_invariant = self._planned
+        assert self._last_plan is not None
+        composition, heads, logits, batch_invariant = self._last_plan
         if needs_sinks or not self._with_scales.issuperset(scales.params):
             self._with_sinks |= needs_sinks
             self.with_scales(*scales.params)

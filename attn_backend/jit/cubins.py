@@ -161,7 +161,7 @@ def compile_kernel(name: str, arch: str, ahead: Callable[[], str] | None = None)
     """Compiles a kernel into the cache, unless it is already there and undamaged.
 
     Args:
-        ahead: as in find_cubin().
+        ahead: as in find_variant_kernel().
 
     Returns the file and the compiler's resource report.
 
@@ -197,7 +197,7 @@ def _entry(
     Args:
         cached: its path in the cache.
         make: returns the entry's content and the compiler's output.
-        ahead: as in find_cubin().
+        ahead: as in find_variant_kernel().
         or_private: if the cache cannot be written, keep the entry in a private folder instead of raising.
 
     Raises:
@@ -356,7 +356,7 @@ def is_target(text: str) -> bool:
     return re.fullmatch(r"sm_\d+0", text) is not None and text not in whole_versions
 
 
-def find_cubin(
+def find_variant_kernel(
     variant: VariantSource, kernel: manifest.Kernel, target: str, ahead: Callable[[], str] | None = None
 ) -> Path:
     """The cubin of a variant's kernel, checked to be complete: from the package if it ships there, else from
@@ -391,7 +391,7 @@ def find_library(
     """The shared library of a variant's kernels for a CPU, checked to be complete; compiled now if missing.
 
     isa: the selected one (csrc/common/cpu/isa.h). dtype: torch's name. widens: for float8 caches. ahead: as
-    in find_cubin().
+    in find_variant_kernel().
 
     Raises:
         RuntimeError: it is missing and cannot be compiled, or must not be.
@@ -608,5 +608,5 @@ def compile_ahead(
             manifest.ELEMENT_NAMES[dtype], HeadDims.of(head_dim), kv_element, float8_q, float8_out
         )
         kernels = manifest.variant_kernels(arch, design, shape, variant, sinks)
-        entries += [find_cubin(variant, kernel, target) for kernel in kernels.values()]
+        entries += [find_variant_kernel(variant, kernel, target) for kernel in kernels.values()]
     return entries

@@ -234,7 +234,7 @@ class AttentionVariant:
             RuntimeError: it is missing and cannot be compiled, or must not be.
         """
         ahead = None if Settings.read().jit else self._ahead
-        return str(cubins.find_cubin(self.variant, self._kernels[name], self._target, ahead))
+        return str(cubins.find_variant_kernel(self.variant, self._kernels[name], self._target, ahead))
 
     def load_if_missing(self, handle: int, error: Exception) -> bool:
         """Loads the kernel of manifest.LATE_KERNELS that a failed run of the Attention with this handle

@@ -248,7 +248,7 @@ def test_variants_are_compiled_to_ptx(compiler: str, tmp_path: Path, monkeypatch
     kernel = manifest.variant_kernels(
         "sm_80", GENERIC, manifest.KernelShape("bf16", HeadDims.of(64)), variant_sources.SLANTED
     )["merge"]
-    entry = cubins.find_cubin(variant_sources.SLANTED, kernel, cubins.PTX_OF_SM80)
+    entry = cubins.find_variant_kernel(variant_sources.SLANTED, kernel, cubins.PTX_OF_SM80)
     assert kernel_cache.fault(entry) == ""
     content = entry.read_bytes()
     assert all(

@@ -69,7 +69,10 @@ def found(
     kernels = manifest.variant_kernels(
         arch, design, manifest.KernelShape(element, HeadDims.of(head_dim)), variant, **options
     )
-    return [cubins.find_cubin(variant, kernel, target, lambda: "the command") for kernel in kernels.values()]
+    return [
+        cubins.find_variant_kernel(variant, kernel, target, lambda: "the command")
+        for kernel in kernels.values()
+    ]
 
 
 @pytest.mark.parametrize("variant", SHIPPED.values(), ids=SHIPPED)
@@ -112,7 +115,7 @@ def test_a_damaged_one_is_compiled_or_named(package: FakeKernels, monkeypatch: p
     kernel = manifest.variant_kernels(
         "sm_90a", HOPPER, manifest.KernelShape("bf16", HeadDims.of(128)), builtin.alibi()
     )["attention"]
-    compiled = cubins.find_cubin(builtin.alibi(), kernel, "sm_90a")
+    compiled = cubins.find_variant_kernel(builtin.alibi(), kernel, "sm_90a")
     assert compiled.read_bytes() == cubin()
     assert compiled.is_relative_to(package.cache)
 
@@ -124,7 +127,7 @@ def test_combinations_share_what_is_compiled(package: FakeKernels, monkeypatch: 
         kernel = manifest.variant_kernels(
             "sm_90a", HOPPER, manifest.KernelShape("bf16", HeadDims.of(256)), variant
         )["attention"]
-        places.add(cubins.find_cubin(variant, kernel, "sm_90a"))
+        places.add(cubins.find_variant_kernel(variant, kernel, "sm_90a"))
     assert len(places) == package.runs() == 1
 
 

@@ -53,7 +53,7 @@ def kernel_of(
 
 
 def find(variant: Variant = ALIBI, jit: bool = True) -> Path:
-    return cubins.find_cubin(variant, kernel_of(variant), TARGET, None if jit else (lambda: AHEAD))
+    return cubins.find_variant_kernel(variant, kernel_of(variant), TARGET, None if jit else (lambda: AHEAD))
 
 
 # The cache
@@ -76,8 +76,8 @@ def test_what_was_compiled_is_found_whatever_the_compiler(
 def test_what_decides_about_a_kernel_is_in_its_name(fake: FakeKernels) -> None:
     other = variant_sources.alibi(ALIBI_CPP.replace("logit +", "logit -"))
     names = {find().name, find(other).name, find(SLANTED).name}
-    names |= {cubins.find_cubin(ALIBI, kernel_of(ALIBI), "sm_80").parent.name}
-    names |= {cubins.find_cubin(ALIBI, kernel_of(ALIBI, name="attention_rows"), TARGET).name}
+    names |= {cubins.find_variant_kernel(ALIBI, kernel_of(ALIBI), "sm_80").parent.name}
+    names |= {cubins.find_variant_kernel(ALIBI, kernel_of(ALIBI, name="attention_rows"), TARGET).name}
     assert len(names) == 5
 
 
