@@ -118,7 +118,7 @@ class SGLang:
             "--seed",
             str(client.seed),
             "--request-rate",
-            str(client.request_rate * client.workload.samples),
+            str(client.requests_per_s),
             *sampling_arguments(client, NO_OPTION),
         ]
         # The server is running. With its own check the client would connect before it loads its tokenizer and
@@ -126,6 +126,8 @@ class SGLang:
         command += ["--output-file", str(client.result), "--output-details", "--ready-check-timeout-sec", "0"]
         if client.max_concurrency:
             command += ["--max-concurrency", str(client.max_concurrency)]
+        if client.n_best:  # a warm-up would be one of the first prompt's answers
+            command += ["--warmup-requests", "0"]
         return command + self._dataset_arguments(client) + client.extra_arguments
 
     def _dataset_arguments(self, client: Client) -> list[str]:

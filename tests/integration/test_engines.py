@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from integration.benchmark import describe, label
+from integration.datasets import make_workload
 from integration.engines import ENGINES, Client, Launch
 from integration.engines.base import ON_OURS, OURS, OURS_NO_CASCADE, STOCK
 from integration.http import counter
 from integration.model import Model
 from integration.processes import process_environment
 from integration.tokenizer import write_word_tokenizer
-from integration.workload import make_workload
 
 
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
