@@ -1,5 +1,5 @@
 """An engine's own benchmark client, with features that neither engine's client has: a seed for each request,
-a start on demand, given arrivals, and requests with `n` whose answers are measured one by one. For SGLang's
+a start on demand, and given arrivals. The answers of a request with `n` are measured one by one. For SGLang's
 also requests in order and a few sampling parameters.
 
 Run by the engine's interpreter, by path: python bench_client.py MODULE OPTIONS ARGUMENT...

@@ -215,7 +215,9 @@ class Benchmark:
             for index, workload in enumerate(self.workloads)
         ]
 
-    def launch(self, backend: str, cache: Path | None = None) -> Launch:
+    def launch(
+        self, backend: str, cache: Path | None = None, environment: dict[str, str] | None = None
+    ) -> Launch:
         settings = self.settings
         backend, _, kv_cache_dtype = backend.partition("@")
         return Launch(
@@ -231,6 +233,7 @@ class Benchmark:
             settings.server_arguments,
             tensor_parallel_size=settings.tensor_parallel_size,
             kv_cache_dtype=kv_cache_dtype or None,
+            environment=environment or {},
             cache=cache,
         )
 

@@ -20,9 +20,9 @@ from integration.workload import Prompt, ShareGPT, Workload
 class SharedContexts(Workload):
     """Prompt i begins with context `of_prompt[i]`, and continues the turns of conversation `talks[i]`.
 
-    context_lens: tokens of each context. own_lens, output_lens: tokens of each prompt's own part and answer;
-    None: the turns and answers of the conversations in `sharegpt`, of whose lengths `output_len` replaces the
-    answers'. The first context part of a prompt includes the tokens that the tokenizer adds.
+    context_lens: tokens of each context, including those that the tokenizer adds. own_lens, output_lens:
+    tokens of each prompt's own part and answer. None: the turns in `sharegpt`, with answers of `output_len`
+    tokens, or as long as the recorded ones.
     """
 
     context_lens: list[int]

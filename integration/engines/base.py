@@ -298,3 +298,9 @@ class Engine(Protocol):
 
     def drafts(self, base_url: str) -> Drafts:
         """The drafts of all requests since the server started. Exact when no request is in flight."""
+
+    def forgetting_environment(self) -> dict[str, str]:
+        """The environment of a server for which forget_prefixes() is called."""
+
+    def forget_prefixes(self, base_url: str) -> bool:
+        """Empties the prefix cache. Returns whether it did: a server does not while it has requests."""

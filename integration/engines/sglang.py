@@ -22,7 +22,7 @@ from integration.engines.base import (
     our_environment,
     sampling_arguments,
 )
-from integration.http import counter, post_json
+from integration.http import command, counter, post_json
 from integration.workload import ShareGPT
 
 CPU_SHIMS = Path(__file__).resolve().parent.parent / "sglang_cpu"
@@ -237,3 +237,9 @@ class SGLang:
         )
         # the pass over the prompt gives each its first token
         return Drafts(counter(base_url, "sglang:spec_verify_calls_total"), tokens - requests)
+
+    def forgetting_environment(self) -> dict[str, str]:
+        return {}
+
+    def forget_prefixes(self, base_url: str) -> bool:
+        return command(f"{base_url}/flush_cache") is not None

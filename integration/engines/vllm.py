@@ -20,7 +20,7 @@ from integration.engines.base import (
     our_environment,
     sampling_arguments,
 )
-from integration.http import counter, post_json
+from integration.http import command, counter, post_json
 from integration.workload import SharedPrefix, ShareGPT
 
 CLI = "vllm.entrypoints.cli.main"
@@ -278,6 +278,14 @@ class VLLM:
         # without those for which the n-grams found nothing
         passes = counter(base_url, "vllm:spec_decode_num_drafts_total")
         return Drafts(passes, passes + counter(base_url, "vllm:spec_decode_num_accepted_tokens_total"))
+
+    def forgetting_environment(self) -> dict[str, str]:
+        return {"VLLM_SERVER_DEV_MODE": "1"}
+
+    def forget_prefixes(self, base_url: str) -> bool:
+        # not all releases answer with a body
+        answer = command(f"{base_url}/reset_prefix_cache")
+        return answer is not None and '"success":false' not in answer.replace(" ", "")
 
 
 def _token_id(text: str) -> int:

@@ -34,7 +34,7 @@ import time, numpy as np
 begin, sent = time.monotonic(), []
 for _ in range(count):
     sent.append(time.monotonic() - begin)
-    time.sleep(0.01)  # what the client does meanwhile does not add up
+    time.sleep(0.01)  # the client's own work does not add up
     time.sleep(np.random.exponential(1.0 / rate))
 print([round(moment, 3) for moment in sent])
 """
@@ -167,7 +167,7 @@ def events(engine, num_answers, length):
 
 
 async def serve_and_ask(engine, prompts, num_answers, status=200):
-    """What the client reads of each answer, and the bodies of the server's requests."""
+    """The lines that a client reads from each answer, and the bodies of the server's requests."""
     from aiohttp import ClientSession, web
 
     bodies = []

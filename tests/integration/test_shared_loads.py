@@ -1,4 +1,4 @@
-"""Loads whose prompts share contexts, documents or recorded blocks: what is shared, lengths, and seeds."""
+"""Loads whose prompts share contexts, documents or recorded blocks: shared tokens, lengths, and seeds."""
 
 from __future__ import annotations
 
