@@ -1,5 +1,5 @@
 """Find the highest request rate at which an engine's P99 time to first token keeps a limit, for one attention
-backend after another; then compare the backends at a rate that all of them keep.
+backend after another. Then compare the backends at a rate that keeps it with all of them.
 
     python -m integration.operating_point --engine vllm --backends attn_backend FLASH_ATTN TRITON_ATTN \\
         --model llama-3.1-8b --dataset sharegpt --limit 200 --results results/operating-point --seconds 540
@@ -17,8 +17,8 @@ was not measured while its first one ran.
 
 Each measurement is a file in --results. If a command ends early, or --seconds are over, the same command goes
 on from there. More --backends can be added later. The exit status is 0 when all is measured, 75 when the same
-command must go on, and 1 after an error. --results also gets the tables (report.md, report.json), the curves
-(rates.png) and the logs.
+command must go on, and 1 after an error. --results also gets report.md and report.json with the tables,
+rates.png with the curves, and the logs.
 """
 
 from __future__ import annotations

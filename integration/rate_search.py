@@ -1,7 +1,6 @@
-"""The search for the highest request rate that keeps a limit, over measurements that are noisy and expensive.
+"""The search for the highest request rate that keeps a limit. Measurements are noisy and expensive.
 
-It only reads which rates were measured, and with which results. So a search that was interrupted continues
-with the same next step.
+It is a function of the measurements, so an interrupted search continues with the same next step.
 """
 
 from __future__ import annotations
