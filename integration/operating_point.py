@@ -4,6 +4,8 @@ backend after another. Then compare the backends at a rate that keeps it with al
     python -m integration.operating_point --engine vllm --backends attn_backend FLASH_ATTN TRITON_ATTN \\
         --model llama-3.1-8b --dataset sharegpt --limit 200 --results results/operating-point --seconds 540
 
+--limit-of chooses ITL instead. Then tokens/s at the highest rate are the throughput at this ITL.
+
 Requests arrive as a Poisson process. A measurement is a run of the engine's own client, as in
 integration/serve_benchmark.py: at least --num-prompts prompts, and enough for --duration seconds. The median
 of --repeats measurements decides whether a rate keeps the limit; a rate with failed requests does not. The
@@ -54,6 +56,7 @@ from integration.warm_up import warm_up
 GO_ON = 75  # exit status: the same command continues
 # settings that may not change between the measurements of a folder
 FIXED = (*COMMON, "tensor_parallel_size", "client_arguments", "sampling", "n_best", "loads", "duration_s")
+LIMITS = {"ttft_p99_ms": "P99 TTFT", "itl_p50_ms": "median ITL", "itl_p99_ms": "P99 ITL"}
 START_S = 60.0  # of a server and a client, until the first ones have started
 CLIENT_START_S = 30.0
 STOP_S = 20.0  # of a server
@@ -67,13 +70,18 @@ class Plan:
     """Which rates are measured, and how. `settings.loads` has one load, whose rate is not used.
 
     duration_s: the shortest time in which a measurement's prompts arrive. seconds: no measurement begins that
-    would end later; None: no limit.
+    would end later; None: no limit. limited: the field of Metrics that the search limits.
     """
 
     settings: Settings
     search: RateSearch
     duration_s: float
     seconds: float | None = None
+    limited: str = "ttft_p99_ms"
+
+    @property
+    def limit(self) -> str:
+        return f"{LIMITS[self.limited]} <= {self.search.limit:g} ms"
 
     @property
     def load(self) -> Load:
@@ -94,11 +102,12 @@ class Measurements:
     """The measurements of a folder, by backend and rate. Each one is written at once."""
 
     folder: Path
+    limited: str = "ttft_p99_ms"  # the field of Metrics that a search limits
     of_backends: dict[str, Rates] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, folder: Path) -> Measurements:
-        measurements = cls(folder)
+    def read(cls, folder: Path, limited: str = "ttft_p99_ms") -> Measurements:
+        measurements = cls(folder, limited)
         folder.mkdir(parents=True, exist_ok=True)
         found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
         for one in sorted(found, key=lambda one: (one["backend"], one["rate"], one["repeat"])):
@@ -121,10 +130,10 @@ class Measurements:
         self.rates(backend).setdefault(rate, []).append(metrics)
 
     def found(self, backend: str, search: RateSearch) -> Found:
-        """Failed requests have no time to first token: their rate does not keep the limit."""
+        """Failed requests have no times: their rate does not keep the limit."""
         return search.look(
             {
-                rate: [float("inf") if one.failed else one.ttft_p99_ms for one in repeats]
+                rate: [float("inf") if one.failed else getattr(one, self.limited) for one in repeats]
                 for rate, repeats in self.rates(backend).items()
             }
         )
@@ -247,7 +256,8 @@ def measure(
     server.raise_if_dead()
     measurements.add(backend, rate, metrics)
     found = measurements.found(backend, plan.search)
-    print(f"{who}: P99 TTFT {metrics.ttft_p99_ms:.1f} ms at {rate:g}/s; {state_of(found)}", flush=True)
+    value = f"{LIMITS[plan.limited]} {getattr(metrics, plan.limited):.1f} ms"
+    print(f"{who}: {value} at {rate:g}/s; {state_of(found)}", flush=True)
 
 
 def forget_prefixes(engine: Engine, url: str) -> None:
@@ -298,7 +308,9 @@ class Report:
             found = self.measurements.found(backend, self.plan.search)
             rates = self.measurements.rates(backend)
             keeps, breaks = (
-                f"{rate:g}/s, {Row('', '', rates[rate]).metrics.ttft_p99_ms:.1f} ms" if rate else ""
+                f"{rate:g}/s, {getattr(Row('', '', rates[rate]).metrics, self.plan.limited):.1f} ms"
+                if rate
+                else ""
                 for rate in (found.low, found.high)
             )
             state = "" if found.next_rate is None else f"next: {found.next_rate:g}/s"
@@ -307,8 +319,7 @@ class Report:
             if found.next_rate is None and found.high is None:
                 state = "no rate breaks the limit"
             lines.append([self.label(backend), keeps, breaks, state])
-        limit = f"P99 TTFT <= {self.plan.search.limit:g} ms"
-        headers = ["backend", f"highest rate with {limit}", "lowest rate above", "search"]
+        headers = ["backend", f"highest rate with {self.plan.limit}", "lowest rate above", "search"]
         return str(tabulate(lines, headers, tablefmt="pipe", disable_numparse=True))
 
     def rows(self) -> list[Row]:
@@ -344,7 +355,7 @@ class Report:
     def write(self) -> str:
         """Writes all files, and returns the tables."""
         search, settings = self.plan.search, self.plan.settings
-        title = f"{self.run.title}: P99 TTFT <= {search.limit:g} ms"
+        title = f"{self.run.title}: {self.plan.limit}"
         note = "\n\n".join(filter(None, [self.run.note, self.highest_rates()]))
         described = self.run.described | {"search": asdict(search), "common_rate": self.common_rate}
         rows = self.rows()
@@ -356,7 +367,8 @@ class Report:
         else:
             heading = f"{self.run.title}\n{self.run.workloads[0].description}"
             path = settings.results / "rates.png"
-            written.append(plot_rates(path, heading, self.curves(), search.limit, self.common_rate))
+            limit = (self.plan.limited, search.limit)
+            written.append(plot_rates(path, heading, self.curves(), limit, self.common_rate))
         for path in written:
             print(f"written: {path}", flush=True)
         return "\n\n".join(filter(None, [note, format_table(rows)]))
@@ -404,7 +416,14 @@ def parse_arguments(arguments: list[str] | None = None) -> Plan:
     )
     parser.add_argument("--samples", type=int, default=1, help="answers to each prompt; default: 1")
     parser.add_argument(
-        "--limit", type=float, default=200.0, help="of P99 TTFT in ms; default: %(default)g, the paper's"
+        "--limit", type=float, default=200.0, help="in ms; default: %(default)g, the paper's of P99 TTFT"
+    )
+    parser.add_argument(
+        "--limit-of",
+        dest="limited",
+        choices=sorted(LIMITS),
+        default="ttft_p99_ms",
+        help="the limited time; default: %(default)s",
     )
     parser.add_argument(
         "--first-rate", type=float, default=4.0, help="prompts per second; default: %(default)g"
@@ -453,14 +472,14 @@ def parse_arguments(arguments: list[str] | None = None) -> Plan:
         parser.error(refusal(error))
     except ValueError as error:
         parser.error(str(error))
-    return Plan(settings, search, given.duration_s, given.seconds)
+    return Plan(settings, search, given.duration_s, given.seconds, given.limited)
 
 
 def find(plan: Plan) -> bool:
     """Goes on with a search, and reports. Returns whether it has ended."""
     run = Benchmark.make(plan.settings)
     check_settings(plan.settings.results, run.described | {"duration_s": plan.duration_s})
-    measurements = Measurements.read(plan.settings.results / "measurements")
+    measurements = Measurements.read(plan.settings.results / "measurements", plan.limited)
     try:
         is_complete = go_through(plan, run, measurements)
     finally:

@@ -16,15 +16,20 @@ Curves = dict[str, dict[float, Metrics]]  # medians by backend and rate
 PANELS = {"itl_p50_ms": "Time between tokens, p50, ms", "ttft_p99_ms": "Time to first token, p99, ms"}
 
 
-def plot_rates(path: Path, title: str, curves: Curves, limit_ms: float, common_rate: float | None) -> Path:
-    """Draw `curves` into the PNG file `path`. Less is better in both panels."""
-    figure = draw_rates(title, curves, limit_ms, common_rate)
+def plot_rates(
+    path: Path, title: str, curves: Curves, limit: tuple[str, float], common_rate: float | None
+) -> Path:
+    """Draw `curves` into the PNG file `path`. Less is better in both panels.
+
+    limit: a field of Metrics, and its limit in ms.
+    """
+    figure = draw_rates(title, curves, limit, common_rate)
     FigureCanvasAgg(figure)
     figure.savefig(path, dpi=130)
     return path
 
 
-def draw_rates(title: str, curves: Curves, limit_ms: float, common_rate: float | None) -> Figure:
+def draw_rates(title: str, curves: Curves, limit: tuple[str, float], common_rate: float | None) -> Figure:
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     figure.suptitle(title, fontsize=10)
     for axis, (name, heading) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
@@ -33,10 +38,11 @@ def draw_rates(title: str, curves: Curves, limit_ms: float, common_rate: float |
             values = [getattr(medians[rate], name) for rate in rates]
             axis.plot(rates, values, "o-", color=f"C{number % 10}", label=backend, markersize=4)
         if name.startswith("ttft"):
-            axis.axhline(
-                limit_ms, color="black", linestyle="--", linewidth=1, label=f"limit: {limit_ms:g} ms"
-            )
             axis.set_yscale("log")
+        if name == limit[0]:
+            axis.axhline(
+                limit[1], color="black", linestyle="--", linewidth=1, label=f"limit: {limit[1]:g} ms"
+            )
         if common_rate is not None:
             axis.axvline(common_rate, color="gray", linestyle=":", label=f"common rate: {common_rate:g}/s")
         axis.set_xscale("log")

@@ -221,6 +221,18 @@ def test_limits_that_no_rate_keeps_or_breaks(engine, tmp_path):
     assert {row["backend"].partition(",")[0] for row in report(tmp_path)["rows"]} == {"fast", "drops"}
 
 
+def test_the_limit_may_be_of_the_time_between_tokens(engine, tmp_path):
+    """Its median is the rate here."""
+    assert find(plan(tmp_path, "slow", "fast", more="--limit-of itl_p50_ms --limit 5.5"))
+    assert 5.5 / 1.05 < report(tmp_path)["settings"]["common_rate"] <= 5.5
+    assert "highest rate with median ITL <= 5.5 ms" in (tmp_path / "r" / "report.md").read_text()
+    sent = len(engine.sent)
+    assert find(plan(tmp_path, "slow", more="--limit-of itl_p50_ms --limit 5.5"))
+    assert len(engine.sent) == sent
+    assert find(plan(tmp_path, "slow", more="--limit 150")), "measurements serve other limits, too"
+    assert 5.25 / 1.05 < report(tmp_path)["settings"]["common_rate"] <= 5.25
+
+
 def test_measurements_with_other_settings_are_not_mixed(engine, tmp_path):
     assert find(plan(tmp_path, "slow"))
     assert find(plan(tmp_path, "slow", "fast")), "more backends are"
