@@ -97,18 +97,24 @@ class FollowArrivals:
 class ShareRequests:
     """Sends one request with `n` for the copies of a prompt. Each copy gets the events of one answer, as if
     it had been sent.
+
+    The first request is the client's test of the server, and stays as it is. Arrivals count from its answer,
+    so a client that waits (`wait_for`) must have it.
     """
 
     def __init__(self, num_answers: int) -> None:
         import aiohttp
 
-        self.num_answers, self.requests = num_answers, 0
+        self.num_answers, self.requests, self.has_tested = num_answers, 0, False
         self.incomplete: dict[str, SharedRequest] = {}  # by prompt
         original = aiohttp.ClientSession.post
 
         def post(session: Any, url: Any, **options: Any) -> Any:
             body = options.get("json")
             if not isinstance(body, dict) or not {"prompt", "text", "input_ids"} & body.keys():
+                return original(session, url, **options)
+            if not self.has_tested:
+                self.has_tested = True
                 return original(session, url, **options)
             return self.join(original, url, options)
 

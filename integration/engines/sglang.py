@@ -126,8 +126,8 @@ class SGLang:
         command += ["--output-file", str(client.result), "--output-details", "--ready-check-timeout-sec", "0"]
         if client.max_concurrency:
             command += ["--max-concurrency", str(client.max_concurrency)]
-        if client.n_best:  # a warm-up would be one of the first prompt's answers
-            command += ["--warmup-requests", "0"]
+        if client.n_best:  # bench_client.py relies on it
+            command += ["--warmup-requests", "1"]
         return command + self._dataset_arguments(client) + client.extra_arguments
 
     def _dataset_arguments(self, client: Client) -> list[str]:

@@ -143,8 +143,8 @@ class VLLM:
         command += ["--result-dir", str(client.result.parent), "--result-filename", client.result.name]
         if client.max_concurrency:
             command += ["--max-concurrency", str(client.max_concurrency)]
-        if client.n_best:  # its check of the server would be one of the first prompt's answers
-            command += ["--ready-check-timeout-sec", "0"]
+        if client.n_best:  # bench_client.py relies on the request by which the client checks the server
+            command += ["--ready-check-timeout-sec", "60"]
         return command + self._dataset_arguments(client) + client.extra_arguments
 
     def _dataset_arguments(self, client: Client) -> list[str]:

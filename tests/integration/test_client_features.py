@@ -218,7 +218,8 @@ def share(monkeypatch):
 def test_each_copy_gets_one_answer_of_a_request(engine, share):
     prompts = ["a", "a", "b", "b", "a", "a"]  # two requests may have the same prompt
     shared = share(2)
-    answers, bodies = asyncio.run(serve_and_ask(engine, prompts, 2))
+    (_, *answers), (test, *bodies) = asyncio.run(serve_and_ask(engine, ["a", *prompts], 2))
+    assert "n" not in test | test.get("sampling_params", {}), "the client's test of the server"
     assert shared.requests == len(bodies) == 3
     assert not shared.incomplete
     asked = [body["n"] if engine == "vllm" else body["sampling_params"] for body in bodies]
@@ -239,9 +240,9 @@ def test_each_copy_gets_one_answer_of_a_request(engine, share):
 
 def test_each_copy_learns_that_its_request_was_refused(share):
     share(2)
-    answers, bodies = asyncio.run(serve_and_ask("vllm", ["a", "a"], 2, status=400))
-    assert answers == ["400 Refused: n is too large"] * 2
-    assert len(bodies) == 1
+    answers, bodies = asyncio.run(serve_and_ask("vllm", ["test", "a", "a"], 2, status=400))
+    assert answers == ["400 Refused: n is too large"] * 3
+    assert len(bodies) == 2
 
 
 def test_each_copy_learns_that_its_server_is_gone(share):
@@ -255,7 +256,8 @@ def test_each_copy_learns_that_its_server_is_gone(share):
         ):
             pass
 
-    async def both():
-        return await asyncio.gather(ask(), ask(), return_exceptions=True)
+    async def all_of_them():
+        return await asyncio.gather(ask(), ask(), ask(), return_exceptions=True)
 
-    assert all(isinstance(error, aiohttp.ClientError) for error in asyncio.run(both()))
+    errors = asyncio.run(all_of_them())
+    assert [isinstance(error, aiohttp.ClientError) for error in errors] == [True] * 3
