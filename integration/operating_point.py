@@ -117,6 +117,10 @@ class Measurements:
     def rates(self, backend: str) -> Rates:
         return self.of_backends.setdefault(backend, {})
 
+    @property
+    def total(self) -> int:
+        return sum(len(repeats) for rates in self.of_backends.values() for repeats in rates.values())
+
     def count(self, backend: str, rate: float) -> int:
         return len(self.rates(backend).get(rate, []))
 
@@ -187,16 +191,23 @@ class Clock:
 
 
 def go_through(plan: Plan, run: Benchmark, measurements: Measurements) -> bool:
-    """Measures until nothing is missing, or the time is over. Returns whether nothing is missing."""
-    clock = Clock(plan.seconds)
+    """Measures until nothing is missing, or the time is over. Returns whether nothing is missing.
+
+    Raises ValueError if the time does not suffice for one measurement.
+    """
+    clock, before = Clock(plan.seconds), measurements.total
     try:
         while backend := measurements.next_backend(plan.settings.backends, plan.search):
             rate = measurements.wanted(backend, plan.settings.backends, plan.search)
             assert rate is not None
-            check_seconds(plan, clock.estimate_s(plan, rate))
-            clock.check(START_S)
+            clock.check(START_S + clock.estimate_s(plan, rate))
             serve_and_measure(plan, run, measurements, backend, clock)
     except OutOfTime:
+        if measurements.total == before:
+            raise ValueError(
+                f"seconds: {plan.seconds:g}, but a server's start and a measurement take longer: raise it, "
+                f"or lower --num-prompts or --duration"
+            ) from None
         return False
     return True
 
@@ -217,15 +228,6 @@ def serve_and_measure(
             clock.check(clock.estimate_s(plan, rate))
             forget_prefixes(run.engine, server.url)
             measure(plan, run, measurements, server, rate, clock)
-
-
-def check_seconds(plan: Plan, estimate_s: float) -> None:
-    """Raises ValueError if no command could do a measurement that takes so long."""
-    if plan.seconds is not None and START_S + estimate_s + STOP_S > plan.seconds:
-        raise ValueError(
-            f"seconds: {plan.seconds:g}, but a server's start and a measurement take about "
-            f"{START_S + estimate_s + STOP_S:.0f}: lower --num-prompts or --duration"
-        )
 
 
 def measure(

@@ -203,9 +203,15 @@ def test_a_command_ends_before_its_time_is_over(engine, tmp_path, monkeypatch, c
     assert "next: " in printed
 
 
-def test_a_measurement_that_no_command_could_do_is_refused(engine, tmp_path):
-    with pytest.raises(ValueError, match="seconds: 60, but a server's start and a measurement take about"):
-        find(replace(plan(tmp_path, "fast"), seconds=60.0, duration_s=500.0))
+def test_a_measurement_that_no_command_could_do_is_refused(engine, tmp_path, monkeypatch):
+    too_long = "seconds: 70, but a server's start and a measurement take longer"
+    with pytest.raises(ValueError, match=too_long):
+        find(replace(plan(tmp_path, "fast"), seconds=70.0))
+    assert not engine.starts
+    monkeypatch.setattr(operating_point, "START_S", -60.0)  # its start takes longer than estimated
+    with pytest.raises(ValueError, match=too_long):
+        find(replace(plan(tmp_path, "fast"), seconds=70.0, duration_s=30.0))
+    assert (engine.starts, engine.sent) == (["fast"], [])
 
 
 def test_limits_that_no_rate_keeps_or_breaks(engine, tmp_path):
