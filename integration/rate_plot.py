@@ -46,9 +46,10 @@ def draw_rates(title: str, curves: Curves, limit: tuple[str, float], common_rate
         if common_rate is not None:
             axis.axvline(common_rate, color="gray", linestyle=":", label=f"common rate: {common_rate:g}/s")
         axis.set_xscale("log")
-        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.xaxis.set_major_formatter(FormatStrFormatter("%g"))
-        axis.xaxis.set_minor_formatter(NullFormatter())
+        for scale in (axis.xaxis, axis.yaxis) if name.startswith("ttft") else (axis.xaxis,):
+            scale.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            scale.set_major_formatter(FormatStrFormatter("%g"))
+            scale.set_minor_formatter(NullFormatter())
         axis.set_xlabel("prompts per second")
         axis.set_title(f"{heading}, less is better", fontsize=10)
         axis.grid(alpha=0.3)
