@@ -164,10 +164,6 @@ class Measurements:
         return next(iter(searching + missing), None)
 
 
-class OutOfTime(Exception):
-    """The next step would not end in time."""
-
-
 class Clock:
     """Estimates whether the next step ends within the given seconds since the start of the command."""
 
@@ -184,10 +180,8 @@ class Clock:
         """Of a measurement. A server that cannot keep up with the rate takes longer than the arrivals."""
         return 1.5 * plan.num_prompts(rate) / rate + self.client_start_s
 
-    def check(self, estimate_s: float) -> None:
-        """Raises OutOfTime."""
-        if self.seconds is not None and estimate_s > self.left:
-            raise OutOfTime
+    def suffices_for(self, estimate_s: float) -> bool:
+        return self.seconds is None or estimate_s <= self.left
 
 
 def go_through(plan: Plan, run: Benchmark, measurements: Measurements) -> bool:
@@ -196,18 +190,19 @@ def go_through(plan: Plan, run: Benchmark, measurements: Measurements) -> bool:
     Raises ValueError if the time does not suffice for one measurement.
     """
     clock, before = Clock(plan.seconds), measurements.total
-    try:
-        while backend := measurements.next_backend(plan.settings.backends, plan.search):
-            rate = measurements.wanted(backend, plan.settings.backends, plan.search)
-            assert rate is not None
-            clock.check(START_S + clock.estimate_s(plan, rate))
+    backends = plan.settings.backends
+    while backend := measurements.next_backend(backends, plan.search):
+        rate = measurements.wanted(backend, backends, plan.search)
+        assert rate is not None
+        if clock.suffices_for(START_S + clock.estimate_s(plan, rate)):
             serve_and_measure(plan, run, measurements, backend, clock)
-    except OutOfTime:
+        if measurements.wanted(backend, backends, plan.search) is None:
+            continue
         if measurements.total == before:
             raise ValueError(
                 f"seconds: {plan.seconds:g}, but a server's start and a measurement take longer: raise it, "
                 f"or lower --num-prompts or --duration"
-            ) from None
+            )
         return False
     return True
 
@@ -215,7 +210,7 @@ def go_through(plan: Plan, run: Benchmark, measurements: Measurements) -> bool:
 def serve_and_measure(
     plan: Plan, run: Benchmark, measurements: Measurements, backend: str, clock: Clock
 ) -> None:
-    """All measurements that are wanted of one backend, by one server."""
+    """The wanted measurements of one backend, by one server, as long as there is time."""
     settings, name = plan.settings, run.engine.name
     launch = run.launch(backend, environment=run.engine.forgetting_environment())
     log = run.log(f"server-{backend}")
@@ -225,7 +220,8 @@ def serve_and_measure(
         with status(name, "warming up") as tell:
             warm_up(run.engine, server.url, run.warm_up_prompts, settings.sampling, tell)
         while rate := measurements.wanted(backend, settings.backends, plan.search):
-            clock.check(clock.estimate_s(plan, rate))
+            if not clock.suffices_for(clock.estimate_s(plan, rate)):
+                return
             forget_prefixes(run.engine, server.url)
             measure(plan, run, measurements, server, rate, clock)
 
