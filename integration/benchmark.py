@@ -19,7 +19,9 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from attn_backend.jit.progress import status
 from attn_backend.preflight import FIGURES_OF_A_CPU, serving_choice
+from integration.arrivals import of_requests, poisson
 from integration.client import run_client
+from integration.datasets import make_workload
 from integration.device import device_name, package_versions
 from integration.engines import ENGINES, Client, Engine, Launch, Metrics, Sampling
 from integration.engines.base import ON_OURS, OURS_NO_CASCADE, OURS_STOCK_SAMPLER, STOCK, engines_name
@@ -28,19 +30,21 @@ from integration.report import write_report, write_tables
 from integration.results import Row
 from integration.server import free_port, ready_server
 from integration.warm_up import Prompts, warm_up, warm_up_prompts
-from integration.workload import Workload, make_workload
+from integration.workload import Workload
 
 CLIENT_TIMEOUT_S = 3600
 
 
 @checked_dataclass(frozen=True)
 class Load:
-    """A data set, its rate in prompts per second, and the number of answers to each prompt."""
+    """A data set, its rate in prompts per second (None: its recorded arrivals), and the number of answers to
+    each prompt.
+    """
 
     dataset: str = "sharegpt"
     num_prompts: PositiveInt = 32
     output_len: str | None = None
-    request_rate: PositiveFloat = float("inf")
+    request_rate: PositiveFloat | None = float("inf")
     samples: PositiveInt = 1
 
 
@@ -71,6 +75,7 @@ class Settings:
     server_arguments: list[str] = field(default_factory=list)
     client_arguments: list[str] = field(default_factory=list)
     sampling: Sampling | None = None
+    n_best: bool = False
     side_by_side: bool = False
     time_limit_s: float | None = None
     check_seeds: bool = False
@@ -94,17 +99,57 @@ def label(engine: Engine, backend: str, device: str) -> str:
 
 def describe(
     workload: Workload,
-    request_rate: float,
+    request_rate: float | None,
     sampling: Sampling | None = None,
     max_concurrency: int | None = None,
+    n_best: bool = False,
 ) -> str:
     """The name of a load in reports."""
-    together = "at once" if max_concurrency is None else f"{max_concurrency} at a time"
-    speed = together if request_rate == float("inf") else f"at {request_rate:g}/s"
-    answers = f", {workload.samples} answers to each" if workload.samples > 1 else ""
+    if request_rate is None:
+        speed = "as they arrived"
+    elif request_rate == float("inf"):
+        speed = "at once" if max_concurrency is None else f"{max_concurrency} at a time"
+    else:
+        speed = f"at {request_rate:g}/s"
+    asked = "by one request with n" if n_best else "to each"
+    answers = f", {workload.samples} answers {asked}" if workload.samples > 1 else ""
     return (
         f"{workload.description}; {workload.num_prompts} prompts "
         f"{speed}{answers}{f'; {sampling}, a seed for each request' if sampling else ''}"
+    )
+
+
+def new_client(
+    settings: Settings,
+    model: Model,
+    port: int,
+    workload: Workload,
+    request_rate: float | None,
+    seed: int,
+    result: Path,
+    wait_for: Path | None = None,
+) -> Client:
+    """A client of a server at `port`. Copies of a prompt that become one request arrive together."""
+    arrivals = None
+    n_best = settings.n_best and workload.samples > 1
+    if request_rate is None:
+        arrivals = of_requests(workload.arrivals, workload.samples)
+    elif n_best and request_rate != float("inf"):
+        arrivals = of_requests(poisson(workload.num_prompts, request_rate, seed), workload.samples)
+    return Client(
+        settings.python,
+        model,
+        port,
+        workload,
+        float("inf") if request_rate is None else request_rate,
+        settings.max_concurrency,
+        seed,
+        result,
+        settings.client_arguments,
+        settings.sampling,
+        wait_for,
+        arrivals,
+        n_best,
     )
 
 
@@ -170,7 +215,9 @@ class Benchmark:
             for index, workload in enumerate(self.workloads)
         ]
 
-    def launch(self, backend: str, cache: Path | None = None) -> Launch:
+    def launch(
+        self, backend: str, cache: Path | None = None, environment: dict[str, str] | None = None
+    ) -> Launch:
         settings = self.settings
         backend, _, kv_cache_dtype = backend.partition("@")
         return Launch(
@@ -186,6 +233,7 @@ class Benchmark:
             settings.server_arguments,
             tensor_parallel_size=settings.tensor_parallel_size,
             kv_cache_dtype=kv_cache_dtype or None,
+            environment=environment or {},
             cache=cache,
         )
 
@@ -198,24 +246,23 @@ class Benchmark:
             self.settings.loads[index].request_rate,
             self.settings.sampling,
             self.settings.max_concurrency,
+            self.settings.n_best,
         )
 
     def client(self, launch: Launch, index: int, repeat: int, waits: bool = False) -> Client:
         """The client of load number `index`. `waits`: it waits until it is released."""
         settings = self.settings
         name = f"client-{launch.name}-{index}-{repeat}"
-        return Client(
-            settings.python,
+        # different prompts in each load and run, or the prefix cache would answer them
+        seed = settings.seed + 1000 * index + repeat
+        return new_client(
+            settings,
             self.model,
             launch.port,
             self.workloads[index],
             settings.loads[index].request_rate,
-            settings.max_concurrency,
-            # different prompts in each load and run, or the prefix cache would answer them
-            settings.seed + 1000 * index + repeat,
+            seed,
             settings.results / f"{name}.json",
-            settings.client_arguments,
-            settings.sampling,
             settings.results / f"{name}.go" if waits else None,
         )
 

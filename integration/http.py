@@ -52,6 +52,18 @@ def post_json(url: str, body: dict[str, Any]) -> Any:
     return answer.json()
 
 
+def command(url: str) -> str | None:
+    """POST without a body. Returns the answer's text, or None if the server refuses.
+
+    Raises RuntimeError for a connection problem, and if the server does not know the address.
+    """
+    with _named(url):
+        answer = CLIENT.post(url, timeout=ANSWER_TIMEOUT_S)
+    if answer.status_code == httpx.codes.NOT_FOUND:
+        raise RuntimeError(f"{url}: HTTP 404: the server has no such address")
+    return answer.text if answer.is_success else None
+
+
 def get_text(url: str) -> str:
     """GET. Raises RuntimeError."""
     with _named(url):

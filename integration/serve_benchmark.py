@@ -22,11 +22,15 @@ engine's own client.
         --model llama-3.1-8b --server-args='--speculative-algorithm STANDALONE \\
         --speculative-draft-model-path integration/models/llama-3.2-1b \\
         --speculative-num-steps 3 --speculative-eagle-topk 4 --speculative-num-draft-tokens 16'
+    python -m integration.serve_benchmark --engine vllm --backends attn_backend FLASH_ATTN \\
+        --model llama-3.1-8b --max-model-len 32768 --num-prompts 64 32 256 --output-len 128 128 recorded \\
+        --dataset agents:4x24000+100-400 documents:8000-24000+64x4 \\
+        trace:benchmarks/traces/mooncake_synthetic.jsonl --request-rate inf 1 recorded
 
 Each server gets several data sets one after another. Before the measurement, every server answers a few
 requests of every load (integration/warm_up.py). With --samples N each prompt is answered N times, like
-parallel sampling (`n`); the client sends it N times for that, see integration/workload.py. --num-prompts and
---request-rate count prompts, not answers.
+parallel sampling (`n`); the client sends it N times for that, see integration/workload.py. With --n-best it
+sends one request with `n`. --num-prompts and --request-rate count prompts, not answers.
 
 With --side-by-side all servers start at once, on one device, and each load goes to one server after another
 before the next load starts. Starting engines is most of a run, and an interrupted run has compared everything
@@ -58,15 +62,20 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from attn_backend.cli.demo import split_arguments
 from attn_backend.settings import refusal
+from integration import datasets
 from integration.benchmark import Load, Settings, benchmark, note_on
-from integration.command_line import exit_with, new_parser, results_folder, sampling_argument
-from integration.device import default_dtype
+from integration.command_line import exit_with, new_parser, results_folder
+from integration.datasets import RECORDED
 from integration.report import format_table
+from integration.serving_options import (
+    add_serving_options,
+    check_serving_options,
+    rate_argument,
+    serving_settings,
+)
 from integration.side_by_side import benchmark_side_by_side
 
-RECORDED = "recorded"
 SIDE_BY_SIDE_ONLY = {
     "--time-limit": "time_limit_s",
     "--check-seeds": "check_seeds",
@@ -76,10 +85,10 @@ SIDE_BY_SIDE_ONLY = {
 
 
 def parse_loads(
-    datasets: list[str],
+    names: list[str],
     num_prompts: list[int],
     output_lens: list[str],
-    request_rates: list[float],
+    request_rates: list[float | None],
     samples: list[int],
 ) -> list[Load]:
     """One load for each data set; a single option applies to all of them.
@@ -93,13 +102,13 @@ def parse_loads(
         "samples": samples,
     }
     for name, values in options.items():
-        if len(values) not in (1, len(datasets)):
+        if len(values) not in (1, len(names)):
             raise ValueError(
-                f"{name}: {len(values)} values, must be 1 or one for each of the {len(datasets)} data sets"
+                f"{name}: {len(values)} values, must be 1 or one for each of the {len(names)} data sets"
             )
-    columns = [values * len(datasets) if len(values) == 1 else values for values in options.values()]
+    columns = [values * len(names) if len(values) == 1 else values for values in options.values()]
     loads = []
-    for dataset, number, length, rate, answers in zip(datasets, *columns, strict=True):
+    for dataset, number, length, rate, answers in zip(names, *columns, strict=True):
         output_len = None if length == RECORDED else length
         loads.append(
             Load(
@@ -123,7 +132,7 @@ def parse_left_out(texts: list[str], backends: list[str], num_loads: int) -> tup
 
 
 def parse_arguments(arguments: list[str] | None = None) -> Settings:
-    parser = new_parser(__doc__, "ENGINE")
+    parser = new_parser(f"{__doc__}\n{datasets.__doc__}", "ENGINE")
     parser.add_argument(
         "--backends",
         nargs="+",
@@ -134,7 +143,7 @@ def parse_arguments(arguments: list[str] | None = None) -> Settings:
         "--dataset",
         nargs="+",
         default=["sharegpt"],
-        help="sharegpt (the default), FILE.json, uniform:LOW-HIGH, prefix:PREFIX+SUFFIX, lengths:FILE.csv",
+        help="see above; default: sharegpt",
     )
     parser.add_argument(
         "--num-prompts",
@@ -152,59 +161,20 @@ def parse_arguments(arguments: list[str] | None = None) -> Settings:
     parser.add_argument(
         "--request-rate",
         nargs="+",
-        type=float,
+        type=rate_argument,
         default=[float("inf")],
-        help="prompts per second, Poisson, alike; default: all at once",
+        help=f"prompts per second, Poisson, alike; {RECORDED}: as a trace's requests arrived; default: all "
+        "at once",
     )
     parser.add_argument(
         "--samples", nargs="+", type=int, default=[1], help="answers to each prompt, alike; default: 1"
     )
-    parser.add_argument(
-        "--sampling",
-        type=sampling_argument,
-        help="e.g. temperature=0.8,top_p=0.95,top_k=40; also min_p; default: greedy",
-    )
-    parser.add_argument("--max-concurrency", type=int, help="most requests in flight")
+    add_serving_options(parser)
     parser.add_argument(
         "--repeats",
         type=int,
         default=1,
         help="runs of the client for each server; the table shows medians; default: %(default)s",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="of what is drawn: prompts, lengths, and with --sampling the requests' seeds; default: "
-        "%(default)s",
-    )
-    parser.add_argument(
-        "--dtype",
-        help="of the model, as the engine calls it; default: float32 on a CPU without bf16 instructions, "
-        "otherwise auto",
-    )
-    parser.add_argument(
-        "--max-model-len",
-        type=int,
-        help="most tokens of a prompt and its answer; default: 2048 on a CPU, 8192 on a GPU",
-    )
-    parser.add_argument(
-        "--max-num-seqs",
-        type=int,
-        help="most requests that a server runs at once; default: 8 on a CPU, 256 on a GPU",
-    )
-    parser.add_argument(
-        "--tensor-parallel-size",
-        type=int,
-        default=1,
-        help="GPUs of a model (default: 1), without NVLink multicast where NCCL_NVLS_ENABLE is 0",
-    )
-    parser.add_argument(
-        "--client-args",
-        dest="client_arguments",
-        type=split_arguments,
-        default=[],
-        help="more arguments for the client",
     )
     parser.add_argument(
         "--side-by-side",
@@ -235,6 +205,7 @@ def parse_arguments(arguments: list[str] | None = None) -> Settings:
     for option, name in SIDE_BY_SIDE_ONLY.items():
         if getattr(given, name) and not given.side_by_side:
             parser.error(f"{option} is only known with --side-by-side")
+    check_serving_options(parser, given)
     if given.check_seeds and not given.sampling:
         parser.error("--check-seeds needs --sampling: greedy answers have no seeds")
     try:
@@ -244,22 +215,9 @@ def parse_arguments(arguments: list[str] | None = None) -> Settings:
 
 
 def settings_of(given: argparse.Namespace) -> Settings:
-    """Options have the names of Settings' fields. For omitted options its defaults apply, which are for a
-    CPU.
-    """
-    values: dict[str, Any] = {"max_model_len": 8192, "max_num_seqs": 256} if given.device == "cuda" else {}
-    values |= {
-        name: value
-        for name, value in vars(given).items()
-        if name in Settings.__dataclass_fields__ and value is not None
-    }
-    values["dtype"] = given.dtype or default_dtype(given.device)
-    values["results"] = results_folder(given, given.engine)
-    values["loads"] = parse_loads(
-        given.dataset, given.num_prompts, given.output_len, given.request_rate, given.samples
-    )
-    values["left_out"] = parse_left_out(given.leave_out, given.backends, len(given.dataset))
-    return Settings(**values)
+    loads = parse_loads(given.dataset, given.num_prompts, given.output_len, given.request_rate, given.samples)
+    left_out = parse_left_out(given.leave_out, given.backends, len(given.dataset))
+    return serving_settings(given, loads, results_folder(given, given.engine), left_out=left_out)
 
 
 def run() -> bool:

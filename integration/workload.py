@@ -1,12 +1,6 @@
 """The requests of a benchmark: ShareGPT conversations, prompts of prescribed lengths, or prompts that share
-one prefix.
-
-A data set is named on the command line as
-
-    sharegpt                ShareGPT, downloaded when needed; or FILE.json in its form
-    uniform:LOW-HIGH        prompt lengths drawn evenly from LOW ... HIGH tokens
-    prefix:PREFIX+SUFFIX    every prompt is the same PREFIX tokens, then SUFFIX tokens of its own
-    lengths:FILE.csv        prompt and output lengths: the first two numeric columns of a file with a header
+one prefix. More kinds are in integration/shared_contexts.py and integration/trace.py; integration/datasets.py
+has their names.
 
 Parallel sampling (`samples` answers to each prompt) sends the prompt `samples` times in a row. Both engines
 treat the `n` of a request the same way. vLLM 0.26.0 turns the request into n requests with the same prompt
@@ -14,25 +8,20 @@ treat the `n` of a request the same way. vLLM 0.26.0 turns the request into n re
 (managers/tokenizer_manager.py). The n requests share the prompt's pages through prefix caching, which is on
 in both engines.
 
-The engines' clients cannot measure `n` itself, because they mix up the interleaved answers of one stream.
-vLLM's client would report the gaps between tokens of different answers, about 1/n of the ITL. SGLang's client
-compares token counts of different answers, and counts the tokens of only one answer as throughput. With
-copies, every answer has its own stream, TTFT and ITL.
-
 Copies differ from `n` in two ways, for every backend. They arrive one by one, at `samples` times the prompts'
 rate. And if SGLang prefills several copies in one step, each computes the prompt before the radix tree merges
-their pages.
+their pages. With --n-best the server gets one request with `n`, and integration/bench_client.py gives each
+answer its own stream: the engines' clients would mix up the interleaved answers of one stream.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from integration.sharegpt import dataset_file, first_exchanges
+from integration.sharegpt import first_exchanges
 from integration.text import TextMaker
 
 # The ShareGPT conversations to use, in tokens: the limits of vLLM's client
@@ -69,6 +58,15 @@ class Workload:
     def prompts(self, seed: int) -> list[Prompt]:
         """The prompts, without their copies; each seed gives different ones."""
         raise NotImplementedError
+
+    @property
+    def arrivals(self) -> list[float]:
+        """When the prompts arrive, in seconds after the first. Raises ValueError if the data set does not say
+        it.
+        """
+        raise ValueError(
+            f"request-rate: recorded, but the data set has no times of arrival ({self.description})"
+        )
 
     def requests(self, seed: int) -> list[Prompt]:
         """The client's requests in their order: the copies of a prompt are neighbors."""
@@ -162,110 +160,3 @@ class SharedPrefix(FileWorkload):
     """All prompts have one length and begin with the same `shared_prefix_len` tokens; all answers have one
     length.
     """
-
-
-def make_workload(
-    dataset: str,
-    num_prompts: int,
-    output_len: str | None,
-    model_folder: Path,
-    seed: int,
-    samples: int = 1,
-    max_model_len: int = LONGEST_TOTAL,
-) -> Workload:
-    """Parse a data set's name (see above).
-
-    `output_len` is `N`, `LOW-HIGH` or None; `seed` draws lengths. Raises ValueError for unusable values.
-    """
-    kind, _, rest = dataset.partition(":")
-    outputs = _parse_range("output-len", output_len) if output_len else None
-    draw = random.Random(seed)
-    if num_prompts < 1 or samples < 1:
-        raise ValueError(f"num-prompts: {num_prompts}, samples: {samples}: both must be positive")
-    if dataset == "sharegpt" or dataset.endswith(".json"):
-        if outputs and outputs[0] != outputs[1]:
-            raise ValueError(
-                f"output-len: {output_len!r}: ShareGPT takes one number, or none for the recorded answers' "
-                f"lengths"
-            )
-        description = (
-            f"ShareGPT, first turns, {f'{outputs[0]} output tokens' if outputs else 'outputs as recorded'}"
-        )
-        return ShareGPT(
-            num_prompts,
-            samples,
-            description,
-            model_folder,
-            dataset_file(dataset),
-            outputs[0] if outputs else None,
-            max_model_len,
-        )
-    if kind == "lengths":
-        prompts, answers = _read_lengths(Path(rest), num_prompts)
-        if outputs:
-            answers = [draw.randint(*outputs) for _ in prompts]
-        return FileWorkload(
-            len(prompts), samples, f"lengths of {Path(rest).name}", model_folder, prompts, answers
-        )
-    if outputs is None:
-        raise ValueError(
-            f"output-len: missing, and the data set {dataset!r} does not say how long answers are"
-        )
-    if kind == "uniform":
-        low, high = _parse_range("dataset", rest)
-        prompts = [draw.randint(low, high) for _ in range(num_prompts)]
-        answers = [draw.randint(*outputs) for _ in prompts]
-        return FileWorkload(
-            num_prompts,
-            samples,
-            f"prompts of {low}-{high} tokens, outputs of {output_len}",
-            model_folder,
-            prompts,
-            answers,
-        )
-    if kind == "prefix":
-        prefix, _, suffix = rest.partition("+")
-        if not (prefix.isdigit() and suffix.isdigit() and int(suffix) > 0) or outputs[0] != outputs[1]:
-            raise ValueError(
-                f"dataset: {dataset!r} with output-len {output_len!r}: expected prefix:PREFIX+SUFFIX, "
-                f"numbers of tokens, and one output length"
-            )
-        total = int(prefix) + int(suffix)
-        description = (
-            f"one shared prefix of {prefix} tokens, then {suffix} of each prompt's own, "
-            f"{output_len} output tokens"
-        )
-        return SharedPrefix(
-            num_prompts,
-            samples,
-            description,
-            model_folder,
-            [total] * num_prompts,
-            [outputs[0]] * num_prompts,
-            int(prefix),
-        )
-    raise ValueError(
-        f"dataset: {dataset!r} is none of sharegpt, FILE.json, uniform:LOW-HIGH, prefix:PREFIX+SUFFIX, "
-        f"lengths:FILE.csv"
-    )
-
-
-def _parse_range(name: str, text: str) -> tuple[int, int]:
-    low, _, high = text.partition("-")
-    if not low.isdigit() or not (high or low).isdigit() or not 0 < int(low) <= int(high or low):
-        raise ValueError(f"{name}: {text!r} is neither a positive number nor LOW-HIGH")
-    return int(low), int(high or low)
-
-
-def _read_lengths(path: Path, num_prompts: int) -> tuple[list[int], list[int]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.reader(file))[1 : num_prompts + 1]
-    if not rows:
-        raise ValueError(f"dataset: {path} has no rows under its header")
-    columns = [index for index, cell in enumerate(rows[0]) if cell.strip().isdigit()]
-    if len(columns) < 2:
-        raise ValueError(
-            f"dataset: {path} has {len(columns)} columns of whole numbers, expected two: prompt and output "
-            f"lengths"
-        )
-    return [max(int(row[columns[0]]), 1) for row in rows], [max(int(row[columns[1]]), 1) for row in rows]

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Protocol
 
+from integration.arrivals import mean_rate
 from integration.device import uses_multicast
 from integration.environment import REPOSITORY
 from integration.model import Model
@@ -96,6 +97,8 @@ class Client:
     """One run of the engine's own benchmark client against a running server.
 
     `request_rate` counts prompts per second: the client sends `workload.samples` times as many requests.
+    `arrivals` replaces it: the seconds after the first request, one for each request. `n_best`: the
+    neighboring copies of a prompt become one request with `n`.
     """
 
     python: str
@@ -109,6 +112,12 @@ class Client:
     extra_arguments: list[str] = field(default_factory=list)
     sampling: Sampling | None = None  # None: greedy
     wait_for: Path | None = None  # the client sends its first request when this file exists; None: at once
+    arrivals: list[float] | None = None
+    n_best: bool = False
+
+    @property
+    def requests_per_s(self) -> float:
+        return mean_rate(self.arrivals) if self.arrivals else self.request_rate * self.workload.samples
 
 
 def is_ours(backend: str) -> bool:
@@ -151,7 +160,8 @@ def bench_client(
 
     `no_option`: the sampling parameters among these features. They always include a seed for each request.
     """
-    if not keep_order and client.sampling is None and client.wait_for is None:
+    added = (client.sampling, client.wait_for, client.arrivals)
+    if not keep_order and not client.n_best and all(feature is None for feature in added):
         return [client.python, "-m", module]
     parameters = (
         None
@@ -165,6 +175,12 @@ def bench_client(
         "seed": 1_000_000 * client.seed,
         "wait_for": wait_for,
     }
+    if client.arrivals is not None and client.requests_per_s != float("inf"):
+        path = client.result.with_suffix(".arrivals.json")
+        path.write_text(json.dumps(client.arrivals), encoding="utf-8")
+        options["arrivals"] = str(path)
+    if client.n_best:
+        options["answers"] = client.workload.samples
     return [client.python, str(BENCH_CLIENT), module, json.dumps(options)]
 
 
@@ -282,3 +298,9 @@ class Engine(Protocol):
 
     def drafts(self, base_url: str) -> Drafts:
         """The drafts of all requests since the server started. Exact when no request is in flight."""
+
+    def forgetting_environment(self) -> dict[str, str]:
+        """The environment of a server for which forget_prefixes() is called."""
+
+    def forget_prefixes(self, base_url: str) -> bool:
+        """Empties the prefix cache. Returns whether it did: a server does not while it has requests."""

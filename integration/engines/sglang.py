@@ -22,7 +22,7 @@ from integration.engines.base import (
     our_environment,
     sampling_arguments,
 )
-from integration.http import counter, post_json
+from integration.http import command, counter, post_json
 from integration.workload import ShareGPT
 
 CPU_SHIMS = Path(__file__).resolve().parent.parent / "sglang_cpu"
@@ -118,7 +118,7 @@ class SGLang:
             "--seed",
             str(client.seed),
             "--request-rate",
-            str(client.request_rate * client.workload.samples),
+            str(client.requests_per_s),
             *sampling_arguments(client, NO_OPTION),
         ]
         # The server is running. With its own check the client would connect before it loads its tokenizer and
@@ -126,6 +126,8 @@ class SGLang:
         command += ["--output-file", str(client.result), "--output-details", "--ready-check-timeout-sec", "0"]
         if client.max_concurrency:
             command += ["--max-concurrency", str(client.max_concurrency)]
+        if client.n_best:  # bench_client.py relies on it
+            command += ["--warmup-requests", "1"]
         return command + self._dataset_arguments(client) + client.extra_arguments
 
     def _dataset_arguments(self, client: Client) -> list[str]:
@@ -235,3 +237,9 @@ class SGLang:
         )
         # the pass over the prompt gives each its first token
         return Drafts(counter(base_url, "sglang:spec_verify_calls_total"), tokens - requests)
+
+    def forgetting_environment(self) -> dict[str, str]:
+        return {}
+
+    def forget_prefixes(self, base_url: str) -> bool:
+        return command(f"{base_url}/flush_cache") is not None

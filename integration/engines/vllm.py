@@ -20,7 +20,7 @@ from integration.engines.base import (
     our_environment,
     sampling_arguments,
 )
-from integration.http import counter, post_json
+from integration.http import command, counter, post_json
 from integration.workload import SharedPrefix, ShareGPT
 
 CLI = "vllm.entrypoints.cli.main"
@@ -128,7 +128,7 @@ class VLLM:
         ]
         command += [
             "--request-rate",
-            str(client.request_rate * client.workload.samples),
+            str(client.requests_per_s),
             "--ignore-eos",
             *sampling_arguments(client),
         ]
@@ -143,6 +143,8 @@ class VLLM:
         command += ["--result-dir", str(client.result.parent), "--result-filename", client.result.name]
         if client.max_concurrency:
             command += ["--max-concurrency", str(client.max_concurrency)]
+        if client.n_best:  # bench_client.py relies on the request by which the client checks the server
+            command += ["--ready-check-timeout-sec", "60"]
         return command + self._dataset_arguments(client) + client.extra_arguments
 
     def _dataset_arguments(self, client: Client) -> list[str]:
@@ -276,6 +278,14 @@ class VLLM:
         # without those for which the n-grams found nothing
         passes = counter(base_url, "vllm:spec_decode_num_drafts_total")
         return Drafts(passes, passes + counter(base_url, "vllm:spec_decode_num_accepted_tokens_total"))
+
+    def forgetting_environment(self) -> dict[str, str]:
+        return {"VLLM_SERVER_DEV_MODE": "1"}
+
+    def forget_prefixes(self, base_url: str) -> bool:
+        # not all releases answer with a body
+        answer = command(f"{base_url}/reset_prefix_cache")
+        return answer is not None and '"success":false' not in answer.replace(" ", "")
 
 
 def _token_id(text: str) -> int:

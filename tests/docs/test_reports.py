@@ -78,3 +78,37 @@ def test_a_table_has_its_command_and_the_report_is_linked(report: Path) -> None:
     assert not has_table or re.search(r"\bpython (?:-m [\w.]+|examples/\w+\.py)", text)
     others = (page for page in DOCS.rglob("*.md") if page != report)
     assert any(re.search(rf"\]\((?:\S*/)?{report.name}(?:#\S*)?\)", page.read_text()) for page in others)
+
+
+def table_rows(text: str) -> list[dict[str, str]]:
+    """The lines of all tables of a page, by column."""
+    found: list[dict[str, str]] = []
+    header: list[str] = []
+    for line in text.splitlines():
+        if not line.startswith("|"):
+            header = []
+        elif not header:
+            header = cells(line)
+        elif line.strip("|-: "):
+            found.append(dict(zip(header, cells(line), strict=True)))
+    return found
+
+
+PAPER = (DOCS / "reports/paper.md").read_text()
+OTHERS = "\n".join(
+    page.read_text()
+    for page in [*(DOCS / "reports").glob("*.md"), DOCS / "examples.md"]
+    if page.name != "paper.md"
+)
+
+
+@pytest.mark.parametrize("row", table_rows(PAPER), ids=lambda row: next(iter(row.values()))[:40])
+def test_a_row_of_the_paper_s_page_has_a_command_and_figures_of_a_report(row: dict[str, str]) -> None:
+    """Or it is open, or outside of the scope. Ratios are derived from the figures."""
+    names = set(re.findall(r"^    # ([A-Z](?:, [A-Z])*)\b", PAPER, re.MULTILINE))
+    commands = {letter for name in names for letter in name.split(", ")}
+    if row["ours"] not in ("open", "outside"):
+        assert row["command"]
+    assert {letter for letter in row["command"].split(", ") if letter} <= commands
+    for number in re.findall(r"\d+\.\d+", re.sub(r"\[.*?\]\(.*?\)", "", row["ours"])):
+        assert re.search(rf"(?<![\d.]){re.escape(number)}(?!\d)", OTHERS), number

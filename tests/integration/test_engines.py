@@ -9,17 +9,19 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx
 import pytest
 
 from integration.benchmark import describe, label
+from integration.datasets import make_workload
 from integration.engines import ENGINES, Client, Launch
 from integration.engines.base import ON_OURS, OURS, OURS_NO_CASCADE, STOCK
 from integration.http import counter
 from integration.model import Model
 from integration.processes import process_environment
 from integration.tokenizer import write_word_tokenizer
-from integration.workload import make_workload
 
 
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
@@ -196,3 +198,33 @@ def test_a_counter_may_be_of_one_label(monkeypatch):
     monkeypatch.setattr("integration.http.get_text", lambda url: metrics)
     assert counter("http://127.0.0.1:1", "sglang:cached_tokens_total") == 37
     assert counter("http://127.0.0.1:1", "sglang:cached_tokens_total", 'cache_source="host"') == 32
+
+
+@pytest.mark.parametrize(
+    ("engine", "status", "body", "forgot"),
+    [
+        ("vllm", 200, '{"success":true}', True),
+        ("vllm", 200, "", True),
+        ("vllm", 200, '{"success": false}', False),
+        ("sglang", 200, "Cache flushed.", True),
+        ("sglang", 400, "Flush cache failed.", False),
+    ],
+)
+def test_a_server_forgets_its_prefixes_unless_it_is_busy(engine, status, body, forgot, monkeypatch):
+    asked = []
+
+    def post(url, timeout):
+        asked.append(url)
+        return httpx.Response(status, text=body)
+
+    monkeypatch.setattr("integration.http.CLIENT", SimpleNamespace(post=post))
+    assert ENGINES[engine].forget_prefixes("http://127.0.0.1:1") is forgot
+    assert asked == [f"http://127.0.0.1:1/{'reset_prefix_cache' if engine == 'vllm' else 'flush_cache'}"]
+
+
+def test_a_server_that_cannot_forget_says_so(monkeypatch):
+    monkeypatch.setattr(
+        "integration.http.CLIENT", SimpleNamespace(post=lambda url, timeout: httpx.Response(404))
+    )
+    with pytest.raises(RuntimeError, match="reset_prefix_cache: HTTP 404: the server has no such address"):
+        ENGINES["vllm"].forget_prefixes("http://127.0.0.1:1")

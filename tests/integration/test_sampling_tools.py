@@ -15,13 +15,13 @@ import pytest
 from integration.bench_client import AddSampling
 from integration.benchmark import describe, label
 from integration.compare_sampling import Outcome, all_at_once, compare_answers, make_requests, one_at_a_time
+from integration.datasets import make_workload
 from integration.engines import ENGINES, Client, Launch, Sampling
 from integration.engines.base import OURS, OURS_STOCK_SAMPLER, STOCK, bench_client
 from integration.model import REPOSITORY, Model
 from integration.processes import process_environment
 from integration.serve_benchmark import parse_arguments
 from integration.tokenizer import write_word_tokenizer
-from integration.workload import make_workload
 
 
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)

@@ -6,6 +6,7 @@ seed gives the same tokens one at a time and in batches. SGLang's drafts change 
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -75,6 +76,7 @@ def served(request, need_engine, forked_engines, smollm2, sharegpt, tmp_path_fac
             "float32",
             max_model_len=2048,
             max_num_seqs=CONCURRENCY,
+            environment=engine.forgetting_environment(),
         )
 
     stock = serve_and_generate(engine, launch(STOCK), prompts, MAX_TOKENS, folder / "stock.log")
@@ -117,6 +119,45 @@ def test_serves_the_same_tokens_as_the_stock_backend(served, smollm2, sharegpt, 
     assert metrics.output_tokens > 0
     assert 0 < metrics.ttft_p50_ms <= metrics.ttft_p99_ms
     assert 0 < metrics.itl_p50_ms <= metrics.itl_p99_ms
+
+
+def test_answers_of_one_request_are_measured_one_by_one(served, smollm2, tmp_path):
+    """The engine's client, with features of bench_client.py: requests with `n`, at given times."""
+    from integration.arrivals import of_requests
+    from integration.client import run_client
+    from integration.datasets import make_workload
+    from integration.engines import Client, Sampling
+
+    samples, arrivals = 3, [0.0, 0.6]
+    workload = make_workload("uniform:16-32", len(arrivals), "8", smollm2.folder, 0, samples)
+    client = Client(
+        sys.executable,
+        smollm2,
+        served.launch.port,
+        workload,
+        float("inf"),
+        None,
+        0,
+        tmp_path / "client.json",
+        sampling=Sampling(),
+        arrivals=of_requests(arrivals, samples),
+        n_best=True,
+    )
+
+    def requests():
+        return len(re.findall("POST /(?:v1/completions|generate) ", served.log.read_text(errors="replace")))
+
+    before = requests()
+    metrics = run_client(served.engine, client, "cpu", tmp_path / "client.log", timeout_s=600)
+    assert (metrics.requests, metrics.failed) == (6, 0)
+    assert metrics.output_tokens == 6 * 8
+    assert metrics.duration_s > arrivals[-1]
+    assert 0 < metrics.ttft_p50_ms <= metrics.ttft_p99_ms
+    assert 0 < metrics.itl_p50_ms <= metrics.itl_p99_ms
+    assert requests() - before == len(arrivals) + 1, (
+        "one for each prompt, and the client's test of the server"
+    )
+    assert served.engine.forget_prefixes(served.url)
 
 
 def test_a_seed_gives_the_same_tokens_in_every_batch(served, smollm2, sharegpt):

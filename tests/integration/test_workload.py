@@ -8,10 +8,11 @@ import json
 
 import pytest
 
+from integration.datasets import make_workload
 from integration.sharegpt import first_exchanges, first_turns, parse_conversations, write_complete_file
 from integration.text import TextMaker
 from integration.tokenizer import write_word_tokenizer
-from integration.workload import FileWorkload, SharedPrefix, ShareGPT, make_workload
+from integration.workload import FileWorkload, SharedPrefix, ShareGPT
 
 
 def conversation(*turns):
