@@ -23,11 +23,11 @@ _EPILOG = """examples:
   attn-backend bench                                 # a table, in less than two minutes
   attn-backend bench --case decode --svg bench.svg   # some cases, and a picture (needs matplotlib)
   attn-backend bench --json bench.json
-  attn-backend bench --device cpu                    # small sizes, against torch's own attention
+  attn-backend bench --device cpu                    # small sizes, next to torch's own attention
 
-Times are medians in µs. They exclude the plan, which has its own column because a step plans once for all
-layers. On a GPU, launches are replayed from CUDA graphs with a cold L2, alternately. The peers are
-FlashAttention-3 (from vLLM) and FlashInfer, if they are installed. docs/benchmarks.md has many more cases.
+Times are medians in µs, of attention only. The plan of a step serves all layers and has its own column.
+On a GPU, launches are replayed from CUDA graphs with a cold L2, in turns. Peers that are not installed
+are left out: FlashAttention-3 (of vLLM), FlashInfer. docs/benchmarks.md has many more cases.
 """
 
 Launch = Callable[[], Any]
@@ -272,7 +272,7 @@ def run(arguments: argparse.Namespace) -> int:
         device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError(
-                "--device is cuda, must be cpu because torch sees no GPU; run attn-backend doctor"
+                "--device is cuda, must be cpu where torch sees no GPU; attn-backend doctor says more"
             )
         known = ON_GPU if device == "cuda" else ON_CPU
         cases = [
@@ -300,13 +300,13 @@ def run(arguments: argparse.Namespace) -> int:
             + (
                 ""
                 if device == "cuda"
-                else ". Small sizes that only show that it works: to measure GPU kernels, use a GPU"
+                else ". Small sizes, to see that it works: GPU kernels are measured where torch sees a GPU"
             )
         )
         print_table(rows, ["case", *columns], right=range(1, len(columns) + 1))
         absent = [name for name in PEERS[device] if name not in columns]
         if absent:
-            print(f"\nnot measured (not installed, or no such kernel): {', '.join(absent)}")
+            print(f"\nnot measured, since not installed or without such a kernel: {', '.join(absent)}")
         if arguments.json:
             arguments.json.write_text(json.dumps({"device": where, "unit": "us", "lines": lines}, indent=1))
         if arguments.svg:
