@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     variant.add_argument(
         "--kv-dtype",
         choices=manifest.CACHE_ELEMENT_NAMES,
-        help="dtype of the cache (default: that of Q). Also without --variant",
+        help="dtype of the cache (default: Q's). Also without --variant",
     )
     variant.add_argument(
         "--float8-q", action="store_true", help="give Q the cache's dtype. Also without --variant"
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also compile the kernels of Attention(float8_out=True). Also without --variant",
     )
     what = (
-        "head dimension, or those of Q/K and V, such as 192_128; repeatable; default: 128. Without "
+        "head dimension, or two for Q/K and V, such as 192_128; repeatable; default: 128. Without "
         "--variant: the standard kernels for this head dimension"
     )
     variant.add_argument("--head-dim", action="append", type=HeadDims.parse, metavar="N[_N]", help=what)
