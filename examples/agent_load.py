@@ -108,9 +108,9 @@ def main(argv: list[str] | None = None) -> tuple[float, float]:
     make_step = partial(step_of, model, load, agents, dtype=dtype, device=device)
     off, on = decode_step.measure([make_step(cascade=False), make_step(cascade=True)], device)
     print(f"{agents} agents over {contexts} contexts of {context} tokens, on {device}")
-    print(f"{'':12} {'ITL, ms':>8} {'tokens read a layer':>20}")
-    print(f"{'cascade off':12} {off:8.2f} {load.read:20,}")
-    print(f"{'cascade on':12} {on:8.2f} {load.read_once:20,}")
+    print(f"{'':12} {'ITL, ms':>8} {'tokens read per layer':>22}")
+    print(f"{'cascade off':12} {off:8.2f} {load.read:22,}")
+    print(f"{'cascade on':12} {on:8.2f} {load.read_once:22,}")
     print(f"{off / on:.1f} times faster with the cascade")
     return off, on
 

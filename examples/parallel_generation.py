@@ -135,8 +135,8 @@ def main(argv: list[str] | None = None) -> None:
         print(repr(text))
     pages = sum(len(request.pages) for request in requests)
     print(
-        f"{arguments.n} page tables of together {pages} pages; different ones: "
-        f"{len({page for request in requests for page in request.pages})}"
+        f"{arguments.n} page tables with {pages} pages, of them "
+        f"{len({page for request in requests for page in request.pages})} distinct"
     )
 
 

@@ -261,7 +261,7 @@ def main(argv: list[str] | None = None) -> None:
             *(f"{loss:6.2f}" for loss in losses(model, device, tokens, arguments.window, keep_sinks, every)),
         )
     print(
-        "goes on with:",
+        "continues with:",
         repr(model.decode(generate(model, device, tokens[-2 * arguments.window :], arguments.window, 16))),
     )
 

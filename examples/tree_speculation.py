@@ -229,13 +229,13 @@ def main(argv: list[str] | None = None) -> tuple[list[int], int]:
         arguments.temperature,
     )
     print(f"{arguments.prompt}{model.decode(tokens)}\n")
-    print(f"{len(tokens)} tokens by {calls} calls of the model: {len(tokens) / calls:.2f} a call")
+    print(f"{len(tokens)} tokens with {calls} calls of the model: {len(tokens) / calls:.2f} per call")
     if arguments.temperature == 0:
         alone, _ = generate(model, device, prompt, arguments.max_new_tokens, arguments.depth, 0)
         print(
-            "the same text as one token at a time"
+            "the same text as without drafts"
             if alone == tokens
-            else "another text than one token at a time (in 16 bits, ties may fall otherwise)"
+            else "a different text without drafts (in 16 bits, near-ties can differ)"
         )
     return tokens, calls
 

@@ -81,7 +81,7 @@ def _sparse_of_minimax(model: Checkpoint) -> tuple[Layer, ...]:
     return tuple(layer for layer in model.layers if layer.index < len(sparse) and sparse[layer.index])
 
 
-_PARTLY = "dense layers are ours, sparse layers are not"
+_PARTLY = "partly ours (dense layers only)"
 _V4 = ("DeepseekV4ForCausalLM",)
 _V41 = ("DeepseekV41ForCausalLM",)
 _STEP = ("Step5ForCausalLM", "Step5ForConditionalGeneration")
@@ -129,7 +129,7 @@ OWN_KERNELS = (
     OwnKernels(
         "HY V4 with sinks",
         Choice(_HY, ("models/hy_v4/nvidia/attention.py:523",), _all_with("learnable_sink")),
-        Choice(_HY, (), _none, shown="refused: no kernel of ours has sinks over selected tokens"),
+        Choice(_HY, (), _none, shown="refused: sinks over selected tokens"),
     ),
     OwnKernels(
         "openPangu with sinks",
@@ -234,8 +234,8 @@ def matrix(with_lines: bool = False) -> str:
 
 def _cell(choice: Choice | Missing | None, with_lines: bool) -> str:
     if choice is None:
-        return "ours"
+        return "served"
     if isinstance(choice, Missing):
-        return "has no such model"
+        return "no such model"
     files = ", ".join(f"`{where}`" for where in choice.where)
     return f"{choice.shown}: {files}" if files and with_lines else choice.shown

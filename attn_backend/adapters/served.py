@@ -108,8 +108,8 @@ def untried(capability: tuple[int, int]) -> str | None:
         return None
     build = "the sm_80 build" if capability[0] == 8 else "the PTX of the sm_80 build"
     return (
-        f"attn_backend has never been run on a GPU of compute capability {capability[0]}.{capability[1]}: "
-        f"{build} serves there, check some answers"
+        f"attn_backend has never been run on a GPU of compute capability {capability[0]}.{capability[1]}. "
+        f"It uses {build}; compare its outputs with the engine's own backend"
     )
 
 

@@ -40,24 +40,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     build.add_arguments(parser, jobs=2, archs=None)
     needs = (
-        "Compile the kernels of variants instead, for this machine's GPU or --arch (needs nvcc or NVRTC, "
-        "for --arch cpu a C++ compiler)."
+        "Compile variants instead, for this machine's GPU or --arch. Needs nvcc or NVRTC; --arch cpu needs a "
+        "C++ compiler."
     )
     variant = parser.add_argument_group("variants", needs)
     variant.add_argument(
         "--variant",
         action="append",
         metavar="MODULE:OBJECT",
-        help="repeatable: a Variant in a module, or a function without arguments that returns one",
+        help="a Variant in a module, or a function without arguments that returns one; repeatable",
     )
-    variant.add_argument("--dtype", action="append", choices=_DTYPES, help="repeatable; default: bfloat16")
+    variant.add_argument(
+        "--dtype", action="append", choices=_DTYPES, help="dtype of Q (bfloat16); repeatable"
+    )
     variant.add_argument(
         "--kv-dtype",
         choices=manifest.CACHE_ELEMENT_NAMES,
-        help="dtype of the cache (default: dtype). Also without --variant",
+        help="dtype of the cache (default: Q's). Also without --variant",
     )
     variant.add_argument(
-        "--float8-q", action="store_true", help="Q also has the cache's dtype. Also without --variant"
+        "--float8-q", action="store_true", help="give Q the cache's dtype. Also without --variant"
     )
     variant.add_argument(
         "--float8-out",
@@ -65,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also compile the kernels of Attention(float8_out=True). Also without --variant",
     )
     what = (
-        "columns of a head, or such as 192_128: of Q and K, and of V; repeatable; default: 128. Without "
-        "--variant: the standard kernels for these heads"
+        "head dimension, or two for Q/K and V, such as 192_128; repeatable; default: 128. Without "
+        "--variant: the standard kernels for this head dimension"
     )
     variant.add_argument("--head-dim", action="append", type=HeadDims.parse, metavar="N[_N]", help=what)
     variant.add_argument("--sinks", action="store_true", help="for an Attention with sinks=True")
@@ -88,8 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
         if "cpu" in (arguments.arch or []):
             _check_cpu(arguments)
             print(
-                "The host library has all standard kernels of the CPU: nothing to compile. --arch cpu "
-                "compiles those of a --variant."
+                "The host library has all standard CPU kernels: nothing to compile. --arch cpu only compiles "
+                "a --variant."
             )
             arguments.arch = [arch for arch in arguments.arch if arch != "cpu"]
             if not arguments.arch:
@@ -139,8 +141,8 @@ def _check_combinations(arguments: argparse.Namespace) -> None:
     chooses = arguments.head_dim or arguments.kv_dtype or arguments.float8_out
     if arguments.dtype and not chooses:
         raise ValueError(
-            "--dtype is given, must come with --variant, --head-dim, --kv-dtype or --float8-out: all "
-            "standard kernels are compiled without"
+            "--dtype is given, must come with --variant, --head-dim, --kv-dtype or --float8-out: without "
+            "them all standard kernels are compiled"
         )
     if arguments.out and chooses:
         raise ValueError(

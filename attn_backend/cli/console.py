@@ -45,8 +45,4 @@ def print_table(
 
 def explained(error: Exception) -> str:
     """An error's text; for failed imports, with a hint to run the doctor."""
-    return (
-        f"{error}; attn-backend doctor says what to do about it"
-        if isinstance(error, ImportError)
-        else str(error)
-    )
+    return f"{error}; run attn-backend doctor for a fix" if isinstance(error, ImportError) else str(error)

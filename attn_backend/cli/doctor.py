@@ -223,7 +223,7 @@ def _variants() -> Finding:
     """The compiler of variants for this machine's CPU; GPUs need nvcc or NVRTC."""
     command = compilers.cpp_compiler()
     if command is None:
-        instead = "Python functions and built-ins are interpreted on the CPU, slowly"
+        instead = "until then Python functions and built-ins are interpreted on the CPU, slowly"
         advice = f"{compilers.no_cpp_compiler()}; {instead}"
         return Finding("--", "C++ compiler", "not found; only needed for variants on a CPU", advice)
     return Finding("ok", "C++ compiler", f"{' '.join(command)}, for variants on a CPU")
@@ -235,7 +235,7 @@ def _nvrtc() -> Finding:
         return Finding(
             "--",
             "NVRTC",
-            "not found; only needed for variants on a GPU where there is no nvcc",
+            "not found; only needed for variants on a GPU without nvcc",
             compilers.NVRTC_ADVICE,
         )
     return Finding("ok", "NVRTC", str(library))
@@ -264,7 +264,8 @@ def _cache() -> tuple[Finding, Path]:
     folder = entry.parents[1]
     if reason:
         advice = (
-            "make yourself the only writer (chown, chmod go-w), or set ATTN_BACKEND_CACHE to such a folder"
+            "make yourself the only writer (chown, chmod go-w), or set ATTN_BACKEND_CACHE to a folder that "
+            "only you can write to"
         )
         return Finding("!!", "cache", f"{folder}, since {reason}", advice), folder
     problem = preflight.cache_problem(wanted)
@@ -317,7 +318,7 @@ def engine_release(engine: str, found: str) -> Finding:
         "--",
         engine,
         f"{found}, not among those that the adapter was {checked}",
-        "compare some answers with the engine's own backend",
+        "compare outputs with the engine's own backend",
     )
 
 
@@ -329,7 +330,7 @@ def guarded(subject: str, load: Callable[[], Callable[[], object]], success: str
     except Exception as error:  # show the engine's error, of any type
         sys.stderr.write(said.getvalue())
         advice = (
-            "a package that it names does not fit this torch, or see docs/formats.md for what is supported"
+            "check that the named package matches this torch; docs/start/install.md lists what is supported"
         )
         return Finding("!!", subject, f"{type(error).__name__}: {error}", advice)
     return Finding("ok", subject, success)
@@ -393,11 +394,11 @@ def findings() -> list[Finding]:
 _EPILOG = """examples:
   attn-backend doctor
   attn-backend doctor --json | python -m json.tool      # for a bug report, or a check before serving
-  attn-backend doctor --model Llama-3.1-8B              # is this model served? A folder, or its config.json
+  attn-backend doctor --model Llama-3.1-8B              # a folder, or its config.json
   attn-backend doctor --model config.json --engine sglang --server-args '--chunked-prefill-size -1'
 
-[ok]: works. [--]: absent, and not always needed. [!!]: broken; the exit status is then 1.
-With --model: [ok] served, exit status 0; [!!] refused, 1; [--] only some layers are ours, 3.
+[ok]: works. [--]: missing, but not always needed. [!!]: broken; the exit status is then 1.
+With --model: [ok] served, exit status 0; [!!] refused, 1; [--] this backend runs only some layers, 3.
 """
 
 
@@ -409,13 +410,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="one object: version, findings (mark, subject, text, advice), settings (name, value, meaning)",
     )
-    group = parser.add_argument_group("is a model served?", "reads only its configuration; needs no engine")
-    group.add_argument("--model", metavar="CONFIG.json", help="the configuration, or the folder that has it")
+    group = parser.add_argument_group(
+        "is a model supported?", "reads only the model's configuration; needs no engine and no GPU"
+    )
+    group.add_argument("--model", metavar="CONFIG.json", help="a checkpoint's config.json, or its folder")
     group.add_argument("--engine", choices=tuple(RELEASES), help="default: the installed ones, else both")
-    group.add_argument("--release", help="of that engine (default: the installed one, else the newest)")
-    group.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of the server")
+    group.add_argument("--release", help="the engine's release (default: the installed one, else the newest)")
     group.add_argument(
-        "--server-args", default="", metavar="'--NAME VALUE ...'", help="options of the server"
+        "--device", choices=("cuda", "cpu"), default="cuda", help="the server's device (%(default)s)"
+    )
+    group.add_argument(
+        "--server-args",
+        default="",
+        metavar="'--NAME VALUE ...'",
+        help="the server's options, such as --kv-cache-dtype",
     )
 
 

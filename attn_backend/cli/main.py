@@ -13,23 +13,23 @@ from . import compile as compile_command
 _EPILOG = """examples:
   attn-backend doctor                                # check the installation
   attn-backend demo                                  # serve a small model with the installed engine
-  attn-backend bench                                 # attention on this machine, next to installed peers
+  attn-backend bench                                 # compare attention with the installed peers
   attn-backend plan --shared-prefix 128x8192+256     # show the plan of a batch
 
 `attn-backend COMMAND --help` has examples of each.
 """
 
 COMMANDS: dict[str, tuple[ModuleType, str]] = {
-    "doctor": (doctor, "report what is installed and works, and how to fix the rest"),
+    "doctor": (doctor, "check the installation, or whether a model is supported, and print fixes"),
     "demo": (
         demo,
-        "serve a small model with the installed engine: one answer, and latencies next to the engine's own "
+        "serve a small model with the installed engine, and compare latencies with the engine's default "
         "backend",
     ),
-    "bench": (bench, "measure attention on this GPU or CPU next to the installed peers"),
-    "plan": (plan, "plan a batch on the host and show it: row groups, shared prefixes, the CTAs' balance"),
-    "compile": (compile_command, "compile the standard kernels, or a variant's, into the cache"),
-    "completion": (completion, "print the script that makes bash, zsh or fish complete these commands"),
+    "bench": (bench, "benchmark attention on this GPU or CPU against the installed peers"),
+    "plan": (plan, "plan a batch on the host and print it: row groups, shared prefixes, CTA balance"),
+    "compile": (compile_command, "compile standard kernels, or a variant's, ahead of time into the cache"),
+    "completion": (completion, "print the completion script for bash, zsh or fish"),
 }
 
 

@@ -27,26 +27,26 @@ a batch (.json): one object, for instance
   page_size     tokens (16)
   heads         "QO/KV", query and KV heads ("32/8")
   head_dim      (128)
-  num_ctas      (132; with the costs of a "cpu" 32: tasks that its threads run one after another, the same
-                number on every CPU)
+  num_ctas      (132; with the costs of a "cpu" 32: tasks that its threads share, the same number on every
+                CPU)
   costs         tiles and costs to use: GPU kernel "hopper" or "generic", or "cpu" ("hopper")
   causal        true: a row sees the tokens up to its position; false: all (true)
-  window_left   most tokens before its position that a row sees; -1: no limit (-1)
-  Options take precedence over the file's page_size, heads, head_dim, num_ctas and costs.
+  window_left   how many tokens before its position a row sees; -1: no limit (-1)
+  Options override the file's page_size, heads, head_dim, num_ctas and costs.
 
 a trace (.jsonl), in Mooncake's format: one object per line, in order of arrival
   timestamp       ms
   input_length    tokens of the prompt
-  output_length   tokens of the answer; a request is planned in the middle of it
-  hash_ids        one id for each 512 tokens of the prompt, rounded up; equal ids: equal tokens after equal
+  output_length   generated tokens; the plan is for a request that has half of them
+  hash_ids        one id per 512 tokens of the prompt, rounded up; equal ids: equal tokens after equal
                   prefixes; [first, count] is a run of ids
 
-at most: 8192 requests; 2^24 pages; 2^27 rows of Q times query heads; 256 heads
+limits: 8192 requests; 2^24 pages; 2^27 rows of Q times query heads; 256 heads
 
-output: the batch, its row groups and row tiles, and the KV tokens read for each KV head. Each row group reads
-  its tokens once. Then the total cost and the cost of the busiest CTA, in the planner's units, not times.
-  Last the forest of shared prefixes: the savings, the costs and the decision for each node. Nodes are listed
-  below their parents.
+output: the batch, its row groups and row tiles, and the KV tokens read per KV head. Each row group reads its
+  tokens once. Then the total cost and the cost of the busiest CTA, in the planner's units, not in time. Last
+  the forest of shared prefixes: savings, costs and the decision for each node. Nodes are listed below their
+  parents.
 """
 
 
@@ -59,44 +59,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--decode",
         metavar="NxDIST:TOKENS",
-        help="N decodes; tokens of KV: const; uniform: half of TOKENS to TOKENS; zipf: with that mean",
+        help="N decodes; KV lengths: const: TOKENS; uniform: TOKENS/2 to TOKENS; zipf: mean TOKENS",
     )
     source.add_argument(
         "--prefill",
         metavar="NxDIST:TOKENS",
-        help="N requests that prefill their whole prompts, with lengths as for --decode",
+        help="N prefills of whole prompts, with lengths as for --decode",
     )
     source.add_argument(
         "--shared-prefix",
         metavar="NxPREFIX+OWN",
-        help="N decodes that share a prefix; AxBxP+Q+OWN: P tokens shared by all A*B, Q by every B",
+        help="N decodes that share a prefix; AxBxP+Q+OWN: all A*B share P tokens, each group of B shares Q",
     )
     source.add_argument(
         "--mixed",
         metavar="Nx[ROWS@]TOKENS+...",
-        help="N requests of ROWS rows of Q (1) at TOKENS tokens of KV, and so on",
+        help="N requests with ROWS rows of Q (1) and TOKENS tokens of KV, and so on",
     )
-    parser.add_argument("--batch", type=int, help="requests taken from a trace (32)")
-    parser.add_argument(
-        "--at", type=float, metavar="SECONDS", help="time in the trace from which requests are taken (0)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of uniform and zipf")
+    parser.add_argument("--batch", type=int, help="number of requests from a trace (32)")
+    parser.add_argument("--at", type=float, metavar="SECONDS", help="start time in the trace (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of uniform and zipf (%(default)s)")
     parser.add_argument("--heads", metavar="QO/KV", help="query and KV heads (32/8)")
-    parser.add_argument("--head-dim", type=int, help="(128)")
-    parser.add_argument("--page-size", type=int, help="tokens (16)")
+    parser.add_argument("--head-dim", type=int, help="head dimension (128)")
+    parser.add_argument("--page-size", type=int, help="tokens per page (16)")
     parser.add_argument(
         "--num-ctas",
         type=int,
-        help="(132: one for each SM of an H100; with --costs cpu 32: tasks, on every CPU)",
+        help="number of CTAs (132: one per SM of an H100; with --costs cpu 32 tasks, on every CPU)",
     )
     parser.add_argument(
         "--costs",
         choices=(*DESIGNS, "cpu"),
-        help="use the tiles and costs of this GPU kernel, or of a CPU (hopper)",
+        help="tiles and costs of this GPU kernel, or of a CPU (hopper)",
     )
-    parser.add_argument("--no-cascade", action="store_true", help="leave shared prefixes alone")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw it (needs matplotlib)")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw it (needs matplotlib)")
+    parser.add_argument("--no-cascade", action="store_true", help="do not look for shared prefixes")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the plan (needs matplotlib)")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the plan (needs matplotlib)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -405,7 +405,7 @@ def count(number: int, noun: str) -> str:
 
 def _unsought(requests: int) -> str:
     return (
-        f": it is not sought among more than {_MOST_FOREST_REQUESTS} requests"
+        f": no search with more than {_MOST_FOREST_REQUESTS} requests"
         if requests > _MOST_FOREST_REQUESTS
         else ""
     )

@@ -90,12 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser, jobs: int, archs: Sequence[st
     """Adds the options of `run`. `jobs`: default number of parallel compilers. `archs`: valid values of
     --arch; None: the caller checks them.
     """
-    others = "" if archs else "; of variants also cpu, and such as sm_100"
+    others = "" if archs else "; for variants also cpu, sm_100, ..."
     parser.add_argument(
         "--arch", action="append", choices=archs, help=f"{', '.join(ARCHS)}{others}; repeatable; default: all"
     )
     parser.add_argument(
-        "--jobs", type=_at_least_1, default=jobs, help="compilers that run at a time (%(default)s)"
+        "--jobs", type=_at_least_1, default=jobs, help="compilers to run in parallel (%(default)s)"
     )
     parser.add_argument(
         "--out",
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument(
         "--distinct",
         action="store_true",
-        help="leave out kernels that closely resemble others (manifest.distinct_kernels)",
+        help="skip kernels that closely resemble others (manifest.distinct_kernels)",
     )
     arguments = parser.parse_args()
     sys.exit(run(arguments, manifest.distinct_kernels if arguments.distinct else None))

@@ -74,7 +74,7 @@ FEATURES: tuple[Feature, ...] = (
         "pipeline parallel 2",
         Cell(
             ("vllm-pipeline",),
-            note="on a CPU not with `--enforce-eager`",
+            note="without `--enforce-eager` on a CPU",
             option="--pipeline-parallel-size",
         ),
         Cell(("sglang-pipeline",), option="--pp-size"),
@@ -135,12 +135,12 @@ FEATURES: tuple[Feature, ...] = (
         ),
     ),
     Feature(
-        "KV connector to a folder (ExampleConnector)",
+        "KV connector to disk (ExampleConnector)",
         Cell(("vllm-pipeline", "vllm-folder"), option="--kv-transfer-config"),
         MISSING,
     ),
     Feature(
-        "prefill and decode on two servers (PD)",
+        "prefill/decode disaggregation (PD)",
         Cell(("vllm-nixl",), note="through NIXL", option="--kv-transfer-config"),
         Cell(
             ("sglang-nixl",),
@@ -150,16 +150,16 @@ FEATURES: tuple[Feature, ...] = (
         ),
     ),
     Feature(
-        "overlapped halves of a step (DBO, TBO)",
+        "overlapped micro-batches (DBO, TBO)",
         Cell(
             (f"{ADAPTERS}/vllm/test_vllm_attention.py::test_halves_of_a_step_that_overlap",),
-            note="tested in the adapter",
+            note="adapter tests only",
             no_cpu="vLLM turns it off there",
             option="--enable-dbo",
         ),
         Cell(
             (f"{ADAPTERS}/sglang/test_sglang_backend.py::test_halves_of_a_step_that_overlap",),
-            note="tested in the adapter",
+            note="adapter tests only",
             option="--enable-two-batch-overlap",
         ),
     ),
@@ -182,7 +182,7 @@ FEATURES: tuple[Feature, ...] = (
         ),
     ),
     Feature(
-        "cascade can be turned off",
+        "switch for the cascade",
         Cell(
             (f"{ADAPTERS}/vllm/test_vllm_plugin.py::test_vllms_own_option_is_obeyed",),
             option="--disable-cascade-attn",
@@ -193,15 +193,15 @@ FEATURES: tuple[Feature, ...] = (
         ),
     ),
     Feature(
-        "8-bit cache and scales of the checkpoint",
+        "8-bit cache with the checkpoint's scales",
         Cell(("vllm-float8-cache",)),
         Cell(
             ("sglang-float8-cache",),
-            no_cpu="SGLang refuses 8-bit caches there to all backends except `intel_amx`",
+            no_cpu="SGLang has 8-bit caches there only for `intel_amx`",
         ),
     ),
     Feature(
-        "8-bit outputs of attention",
+        "8-bit attention outputs",
         Cell(
             ("vllm-float8-outputs", "vllm-fused-outputs"),
             no_cpu="vLLM has no such pass there",
@@ -234,7 +234,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature("MTP chains", Cell(("vllm-mtp",), option="mtp"), Cell(("sglang-mtp",), option="NEXTN")),
     Feature(
-        "trees of drafts",
+        "draft trees",
         MISSING,
         Cell(
             (
@@ -246,7 +246,7 @@ FEATURES: tuple[Feature, ...] = (
         ),
     ),
     Feature(
-        "verification of drafts by this package's sampler",
+        "draft verification by this package's sampler",
         Cell(
             (f"{ADAPTERS}/vllm/test_vllm_sampler.py::test_v1_warm_up_and_speculative_decoding_stay_vllms",),
             False,

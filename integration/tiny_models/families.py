@@ -456,7 +456,7 @@ FAMILIES = {
         ),
         Family(
             "reranker",
-            "bidirectional, a query with a document",
+            "bidirectional, query and document as one sequence",
             "BERT rerankers: MS MARCO MiniLM",
             _reranker,
             "score",
@@ -473,7 +473,7 @@ FAMILIES = {
         ),
         Family(
             "embedding_gemma",
-            "bidirectional, two-sided window, in a decoder",
+            "bidirectional decoder, two-sided window",
             "EmbeddingGemma",
             _embedding_gemma,
             "embed",
@@ -484,7 +484,7 @@ FAMILIES = {
         Family("llama4", "chunked local attention", "Llama 4", _llama4),
         Family(
             "gemma3",
-            "prefix-LM in images",
+            "bidirectional within images",
             "Gemma 3 with images",
             _gemma3,
             "image",
@@ -497,7 +497,7 @@ FAMILIES = {
         Family("gemma3n", "layers that share another layer's cache", "Gemma 3n", _gemma3n),
         Family(
             "gemma4",
-            "heads of 256 and 512 columns in one model",
+            "head sizes 256 and 512 in one model",
             "Gemma 4",
             _gemma4,
             engines={
@@ -507,7 +507,7 @@ FAMILIES = {
         ),
         Family(
             "gemma4_images",
-            "prefix-LM, cut by a window",
+            "bidirectional within images and the window",
             "larger Gemma 4 with images",
             _gemma4_images,
             "image",
@@ -517,12 +517,12 @@ FAMILIES = {
             },
             images=GEMMA4_IMAGES,
         ),
-        Family("stablelm", "heads of 80 columns", "StableLM 3B, Phi-2", _stablelm),
-        Family("phi3", "heads of 96 columns", "Phi-3 mini", _phi3),
+        Family("stablelm", "head size 80", "StableLM 3B, Phi-2", _stablelm),
+        Family("phi3", "head size 96", "Phi-3 mini", _phi3),
         Family("deepseek", "multi-head latent attention (MLA)", "DeepSeek V2, V3 and R1, Kimi K2", _deepseek),
         Family(
             "mimo",
-            "keys and values of different sizes, sinks, sliding window",
+            "different head sizes of K and V, sinks, sliding window",
             "MiMo V2",
             _mimo,
             engines={
@@ -539,8 +539,8 @@ FAMILIES = {
         Family("whisper", "cross attention", "Whisper", _whisper, "audio"),
         Family(
             "items",
-            "several items after one prompt",
-            "any generating model with `--enable-mis`",
+            "multi-item scoring",
+            "any generative model with `--enable-mis`",
             _items,
             "items",
             engines={"sglang": {"enable_mis": True}},

