@@ -68,6 +68,9 @@ class Settings(BaseModel):
         True,
         description="compile missing kernels on first use; 0: only `attn-backend compile` does",
     )
+    metrics: Switch = Field(
+        False, description="count plans and KV tokens, for the engine's Prometheus endpoint"
+    )
     prefetch_code: Switch = Field(True, description="prefetch the code of attention kernels to the L2 cache")
     require_layers: Switch = Field(
         True,

@@ -65,7 +65,7 @@ from .native import (
     unpack,
     values_of,
 )
-from .schedule import Schedule, describe_errors
+from .schedule import Schedule, ScheduleCounts, describe_errors
 from .selection import SelectedTokens
 from .variant import AttentionVariant, VariantArgs, window_of_level
 
@@ -664,6 +664,15 @@ class Attention:
         self._library.set_workspace(
             self._handle, self._schedule, self._partial_o, self._partial_lse, self._row_ranges
         )
+        self._counts = (
+            ScheduleCounts(self._schedule, *self._schedule_structs()) if Settings.read().metrics else None
+        )
+
+    @property
+    def design(self) -> str:
+        """The kernel design that runs: 'hopper', 'generic' or 'cpu'."""
+        design = self._config.design
+        return "cpu" if design is None or self.device.type == "cpu" else design.name
 
     @property
     def workspace_bytes(self) -> int:
@@ -722,6 +731,8 @@ class Attention:
                 here when ATTN_BACKEND_DEBUG=1.
             RuntimeError: another thread uses this object.
         """
+        if self._counts is not None:
+            self._counts.before_plan()
         level = -1  # the level being checked
         levels: Sequence[BSRView] = ()
         try:
@@ -783,6 +794,8 @@ class Attention:
             raise
         self._levels = levels
         self._dumped_errors = 0
+        if self._counts is not None:
+            self._counts.after_plan()
 
     @overload
     def run(
@@ -1143,7 +1156,9 @@ class Attention:
     def _note_refusal(
         self, error: Exception, levels: Sequence[BSRView], num_pages: int | None = None
     ) -> None:
-        """Dumps the batch of a plan or a run that raises. num_pages: of the cache, if known."""
+        """Counts a plan or a run that raises, and dumps its batch. num_pages: of the cache, if known."""
+        if self._counts is not None:
+            self._counts.refusals += 1
         self._dump(f"refused: {error}", levels, num_pages)
 
     def _dump(self, fault: str, levels: Sequence[BSRView], num_pages: int | None = None) -> None:
