@@ -28,6 +28,14 @@ def installed_release(engine: str) -> str | None:
     return None
 
 
+def own_release() -> str:
+    """This package's version."""
+    try:
+        return metadata.version("attn-backend")
+    except metadata.PackageNotFoundError:  # a checkout
+        return "(not installed)"
+
+
 def is_before(version: str, other: str) -> bool:
     """Whether a release is older. Builds for other devices and release candidates count as the release."""
     return _numbers(version) < _numbers(other)

@@ -59,9 +59,17 @@ class Settings(BaseModel):
         description="report metadata errors that only the device can detect, and refuse a second thread; "
         "synchronizes",
     )
+    dump: Annotated[Path | None, BeforeValidator(_none_if_empty)] = Field(
+        None,
+        description="write the metadata of batches that were refused or clamped to this folder, for "
+        "`attn-backend plan`; synchronizes",
+    )
     jit: Switch = Field(
         True,
         description="compile missing kernels on first use; 0: only `attn-backend compile` does",
+    )
+    metrics: Switch = Field(
+        False, description="count plans and KV tokens, for the engine's Prometheus endpoint"
     )
     prefetch_code: Switch = Field(True, description="prefetch the code of attention kernels to the L2 cache")
     require_layers: Switch = Field(

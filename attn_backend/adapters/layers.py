@@ -6,6 +6,7 @@ Both engines describe each layer as a LayerSpec. Layers with equal specs share o
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from functools import cache, reduce
 from operator import and_
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attn_backend.adapters.metrics import note_made
 from attn_backend.jit.manifest import MULTIPLIED_FLOAT8_HEAD_DIMS, HeadDims, default_design
 from attn_backend.kernels.attention import Attention
 from attn_backend.kernels.native import arch_on
@@ -244,7 +246,8 @@ def attention_of(
     Raises:
         ValueError: no kernel serves these heads and dtypes.
     """
-    return Attention(
+    begin = time.perf_counter()
+    attention = Attention(
         spec.num_qo_heads,
         spec.num_kv_heads,
         spec.head_dim,
@@ -261,6 +264,8 @@ def attention_of(
         sinks=spec.has_sinks,
         float8_out=spec.float8_out,
     )
+    note_made(attention, cascade and use_cascade() and not batch_invariant, time.perf_counter() - begin)
+    return attention
 
 
 def use_cascade() -> bool:

@@ -16,6 +16,7 @@ import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from ..metadata import BSRView, PageTable
+from ..metadata.views import check_page_ids, check_values
 from ..settings import refusal
 from ..validation import refuse
 
@@ -30,6 +31,8 @@ _MAX_HEADS = 256  # the text and the picture of a plan grow with its (row tile, 
 Costs = Literal["hopper", "generic", "cpu"]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Counts = Annotated[list[Count], Field(fail_fast=True)]
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Run = Annotated[list[Count], Field(min_length=2, max_length=2)]
 
 
@@ -56,6 +59,9 @@ class PlanOptions(BaseModel):
     costs: Costs = "hopper"
     causal: bool = True
     window_left: Annotated[int, Field(gt=-(2**31), lt=2**31)] = -1
+    head_dim_v: Count | None = None
+    cascade: bool | Literal["always"] = True
+    batch_invariant: bool = False
 
 
 class BatchFile(PlanOptions):
@@ -64,6 +70,18 @@ class BatchFile(PlanOptions):
     qo_lens: Annotated[Counts, Field(min_length=1, max_length=_MAX_REQUESTS)]
     kv_lens: Annotated[Counts, Field(max_length=_MAX_REQUESTS)]
     block_table: Annotated[list[Counts], Field(fail_fast=True)] | None = None
+
+
+class DumpFile(PlanOptions):
+    """A batch (.json) that ATTN_BACKEND_DUMP wrote. Its lengths and page ids may be wrong."""
+
+    fault: str
+    qo_indptr: Annotated[list[Int64], Field(min_length=2, max_length=_MAX_REQUESTS + 1)]
+    kv_lens: Annotated[list[Int64], Field(max_length=_MAX_REQUESTS)]
+    block_table: list[list[Int32]] | None = None
+    max_rows: Count
+    max_batch: Count
+    num_pages: Count | None = None
 
 
 class TraceLine(BaseModel):
@@ -88,6 +106,8 @@ class Batch:
         block_table: int32, page ids of each request, as many as its tokens need; equal ids are the same page.
         page_size: tokens.
         settings: the file's PlanOptions, except page_size.
+        fault: why ATTN_BACKEND_DUMP wrote the file; "": it did not.
+        max_batch: most requests of the plan; None: as many as there are.
     """
 
     title: str
@@ -96,6 +116,8 @@ class Batch:
     block_table: list[torch.Tensor]
     page_size: int
     settings: dict[str, Any] = field(default_factory=dict)
+    fault: str = ""
+    max_batch: int | None = None
 
     def __post_init__(self) -> None:
         for name, lens in (("qo_lens", self.qo_lens), ("kv_lens", self.kv_lens)):
@@ -144,7 +166,10 @@ def read_batch(arguments: argparse.Namespace) -> Batch:
 def from_json(path: Path, page_size: int | None = None) -> Batch:
     """A batch from a file. Without block_table no page is shared. `page_size` overrides the file's."""
     with path.open(encoding="utf-8", errors="replace") as file:
-        content = _parse(BatchFile, _text(file.read(MAX_TEXT + 1), str(path)), str(path))
+        values = _parse(_text(file.read(MAX_TEXT + 1), str(path)), str(path))
+    if "qo_indptr" in values:
+        return _from_dump(_validated(DumpFile, values, str(path)), path.name, page_size)
+    content = _validated(BatchFile, values, str(path))
     qo_lens, kv_lens, table = content.qo_lens, content.kv_lens, content.block_table
     if len(kv_lens) != len(qo_lens):
         refuse("len(kv_lens)", len(kv_lens), f"len(qo_lens) = {len(qo_lens)}")
@@ -171,6 +196,35 @@ def from_json(path: Path, page_size: int | None = None) -> Batch:
         exclude_unset=True, exclude={"qo_lens", "kv_lens", "block_table", "page_size"}
     )
     return Batch(path.name, qo_lens, kv_lens, block_table, page_size, settings)
+
+
+def _from_dump(dump: DumpFile, title: str, page_size: int | None) -> Batch:
+    """Refuses wrong values with the messages of a plan and a run on a CPU."""
+    kv_lens, table, page_size = dump.kv_lens, dump.block_table, page_size or dump.page_size
+    if len(dump.qo_indptr) != len(kv_lens) + 1:
+        refuse("len(qo_indptr)", len(dump.qo_indptr), f"len(kv_lens) + 1 = {len(kv_lens) + 1}")
+    if table is not None and len(table) != len(kv_lens):
+        refuse("block_table", table, f"a list of len(kv_lens) = {len(kv_lens)} lists of page ids")
+    if table is None:
+        pages = _own_pages([max(kv_len, 0) for kv_len in kv_lens], page_size)
+    else:
+        pages = [torch.tensor(ids, dtype=torch.int32) for ids in table]
+    dense = torch.nn.utils.rnn.pad_sequence(pages, batch_first=True)
+    view = BSRView(
+        torch.tensor(dump.qo_indptr), PageTable.block_table(dense, torch.tensor(kv_lens), page_size)
+    )
+    check_values(view, dump.max_rows)
+    check_page_ids(view, dump.num_pages)
+    return Batch(
+        title,
+        view.qo_indptr.diff().tolist(),
+        kv_lens,
+        pages,
+        page_size,
+        dump.model_dump(include=PlanOptions.model_fields.keys() - {"page_size"}, exclude_unset=True),
+        dump.fault,
+        dump.max_batch,
+    )
 
 
 @dataclass(frozen=True)
@@ -220,7 +274,7 @@ def _trace_requests(file: TextIO, path: Path) -> Iterator[TraceRequest]:
             return
         if not line.strip():
             continue
-        values = _parse(TraceLine, line, where)
+        values = _validated(TraceLine, _parse(line, where), where)
         num_blocks = -(-values.input_length // TRACE_BLOCK)
         num_ids += num_blocks
         if num_ids > MAX_HASH_IDS:
@@ -389,7 +443,7 @@ def _text(text: str, where: str) -> str:
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-def _parse(model: type[_Model], text: str, where: str) -> _Model:
+def _parse(text: str, where: str) -> dict[str, Any]:
     try:
         values = json.loads(text)
     except ValueError as error:  # a JSONDecodeError, or a number of thousands of digits
@@ -398,6 +452,10 @@ def _parse(model: type[_Model], text: str, where: str) -> _Model:
         raise ValueError(f"{where}: nested too deeply") from None
     if not isinstance(values, dict):
         refuse(where, values, "a JSON object")
+    return values
+
+
+def _validated(model: type[_Model], values: dict[str, Any], where: str) -> _Model:
     try:
         return model.model_validate(values)
     except ValidationError as error:

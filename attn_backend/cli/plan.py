@@ -27,12 +27,16 @@ a batch (.json): one object, for instance
   page_size     tokens (16)
   heads         "QO/KV", query and KV heads ("32/8")
   head_dim      (128)
+  head_dim_v    columns of a head of V (head_dim)
   num_ctas      (132; with the costs of a "cpu" 32: tasks that its threads share, the same number on every
                 CPU)
   costs         tiles and costs to use: GPU kernel "hopper" or "generic", or "cpu" ("hopper")
   causal        true: a row sees the tokens up to its position; false: all (true)
   window_left   how many tokens before its position a row sees; -1: no limit (-1)
+  cascade       true: read shared prefixes once if it pays; "always": if they fit; false: never (true)
+  batch_invariant  true: a request's parts depend only on the request (false)
   Options override the file's page_size, heads, head_dim, num_ctas and costs.
+  ATTN_BACKEND_DUMP writes such files, with wrong values as they were. The command refuses them by name.
 
 a trace (.jsonl), in Mooncake's format: one object per line, in order of arrival
   timestamp       ms
@@ -110,6 +114,8 @@ def run(arguments: argparse.Namespace) -> int:
         batch = read_batch(arguments)
         planned = Planned.make(batch, Target.read(arguments, batch))
         print_table(planned.summary())
+        if batch.fault:
+            print(f"\nwritten because it was {batch.fault}")
         if planned.schedule.forest:
             print()
             print_table(planned.forest_rows(), FOREST_COLUMNS, right=(1, 2, 3, 4))

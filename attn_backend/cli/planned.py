@@ -6,6 +6,7 @@ import argparse
 import heapq
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from pydantic import ValidationError
@@ -162,9 +163,11 @@ class Target:
     # one per SM of an H100; None: for a CPU, kCtas in csrc/attention/cpu/design.h
     num_ctas: int | None = 132
     costs: Costs = "hopper"
-    cascade: bool = True
+    cascade: bool | Literal["always"] = True
     causal: bool = True
     window_left: int = -1
+    head_dim_v: int | None = None
+    batch_invariant: bool = False
 
     @classmethod
     def read(cls, arguments: argparse.Namespace, batch: Batch) -> Target:
@@ -189,7 +192,8 @@ class Target:
                 sum(batch.qo_lens),
                 f"at most {_MOST_HEAD_ROWS // num_qo_heads} with {num_qo_heads} query heads",
             )
-        if options.costs != "cpu" and not HeadDims.of(options.head_dim).runs_on_cuda:
+        dims = HeadDims(options.head_dim, options.head_dim_v or options.head_dim)
+        if options.costs != "cpu" and not dims.runs_on_cuda:
             refuse("head_dim", options.head_dim, f"{CUDA_HEAD_DIMS_TEXT} with the costs of a GPU")
         num_ctas = cls.num_ctas if options.num_ctas is None and options.costs != "cpu" else options.num_ctas
         heads = (num_qo_heads, num_kv_heads)
@@ -198,9 +202,11 @@ class Target:
             options.head_dim,
             num_ctas,
             options.costs,
-            not arguments.no_cascade,
+            False if arguments.no_cascade else options.cascade,
             options.causal,
             options.window_left,
+            options.head_dim_v,
+            options.batch_invariant,
         )
 
 
@@ -355,16 +361,18 @@ def decision(node: PrefixNode) -> str:
     return f"taken: row group {node.group}{handed}"
 
 
-def _schedule(batch: Batch, target: Target, cascade: bool) -> Schedule:
+def _schedule(batch: Batch, target: Target, cascade: bool | Literal["always"]) -> Schedule:
     attention = Attention(
         target.num_qo_heads,
         target.num_kv_heads,
         target.head_dim,
         device="cpu",
+        head_dim_v=target.head_dim_v,
         max_rows=max(sum(batch.qo_lens), 1),
-        max_batch=len(batch.qo_lens),
+        max_batch=batch.max_batch or max(len(batch.qo_lens), 1),
         num_ctas=target.num_ctas,
         cascade=cascade,
+        batch_invariant=target.batch_invariant,
         kernel=None if target.costs == "cpu" else target.costs,
     )
     attention.plan(batch.view(target.causal, target.window_left))

@@ -35,6 +35,8 @@ from .manifest import (
 
 # Not imported from kernels/native.py, which needs tvm-ffi: `make wheel` compiles the kernels without it.
 PACKAGE = Path(__file__).resolve().parent.parent
+# Where this process found each kernel: "shipped" in the package, "cached", or "compiled" now.
+origins: dict[Path, str] = {}
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
 
@@ -208,6 +210,7 @@ def _entry(
         _warn_of_private_folder(entry, reason)
     fault = kernel_cache.fault(entry)
     if not fault:
+        origins.setdefault(entry, "cached")
         return entry
     if ahead is not None:
         raise RuntimeError(f"{what} is not compiled, and ATTN_BACKEND_JIT=0 ({fault}): {ahead()}")
@@ -226,6 +229,8 @@ def _entry(
     ):
         if kernel_cache.fault(entry):
             kernel_cache.store(entry, *make())
+            origins[entry] = "compiled"
+    origins.setdefault(entry, "cached")
     return entry
 
 
@@ -277,6 +282,8 @@ def _cached_or_compiled(name: str, arch: str) -> Path:
         return f"`attn-backend compile --arch {arch}{options}` compiles it ahead"
 
     found = _cached_by_any_compiler(name, arch) if nvcc() is None else None
+    if found is not None:
+        origins[found] = "cached"
     return found or compile_kernel(name, arch, None if Settings.read().jit else ahead)[0]
 
 
@@ -313,6 +320,7 @@ def shipped_or(name: str, arch: str, made: Callable[[], Path]) -> Path:
         return made()
     fault = shipped_fault(shipped)
     if not fault:
+        origins[shipped] = "shipped"
         return shipped
     try:
         return made()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import itertools
+import json
 import math
+import os
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from numbers import Real
@@ -19,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..jit import manifest
+from ..jit import manifest, progress
 from ..jit.cubins import use_plain_kernels_or_raise
 from ..jit.manifest import (
     CPU_HEAD_DIMS_TEXT,
@@ -31,7 +34,7 @@ from ..jit.manifest import (
 )
 from ..metadata import BSRView, Composition
 from ..metadata.kv_cache import SCALED_DTYPES, KVCache, Scale, checked_scale
-from ..metadata.views import MAX_LEVELS, check_page_ids, check_values
+from ..metadata.views import MAX_LEVELS, check_page_ids, check_values, describe_batch
 from ..settings import Settings
 from ..validation import (
     MAX_INT32,
@@ -62,7 +65,7 @@ from .native import (
     unpack,
     values_of,
 )
-from .schedule import Schedule, describe_errors
+from .schedule import Schedule, ScheduleCounts, describe_errors
 from .selection import SelectedTokens
 from .variant import AttentionVariant, VariantArgs, window_of_level
 
@@ -76,6 +79,7 @@ CASCADE_MODES: dict[bool | str, str] = {
     "always": "kCascadeAlways",
 }
 LOG2_E = math.log2(math.e)
+MAX_DUMPS = 10  # files of one process in ATTN_BACKEND_DUMP
 # Argument order of the library's run, as _run_raw() passes them; SelectedTokens' arguments follow.
 _RUN_ARGUMENTS = (
     "handle",
@@ -98,6 +102,7 @@ _RUN_ARGUMENTS = (
     "out_scale",
 )
 _MAX_CPU_BATCH = 2**20
+_dumps = itertools.count(1)
 _MAX_FLOAT = torch.finfo(torch.float32).max
 
 
@@ -534,9 +539,13 @@ class Attention:
     """
 
     def __new__(cls, *_arguments: Any, **_options: Any) -> Attention:
-        """With ATTN_BACKEND_DEBUG=1, returns an Attention that checks."""
-        if cls is Attention and Settings.read().debug:
-            return object.__new__(DebugAttention)
+        """With ATTN_BACKEND_DEBUG=1 or ATTN_BACKEND_DUMP, returns an Attention that checks."""
+        if cls is Attention:
+            settings = Settings.read()
+            if settings.debug:
+                return object.__new__(DebugAttention)
+            if settings.dump is not None:
+                return object.__new__(DumpingAttention)
         return object.__new__(cls)
 
     def __init__(
@@ -620,6 +629,7 @@ class Attention:
             )
         # keeps the planned tensors alive while their pointers are in the workspace
         self._levels: Sequence[BSRView] = ()
+        self._dumped_errors = 0  # of the last plan and its runs
 
         self._library = library()
         self._plan_level = by_name("plan_level")
@@ -654,6 +664,15 @@ class Attention:
         self._library.set_workspace(
             self._handle, self._schedule, self._partial_o, self._partial_lse, self._row_ranges
         )
+        self._counts = (
+            ScheduleCounts(self._schedule, *self._schedule_structs()) if Settings.read().metrics else None
+        )
+
+    @property
+    def design(self) -> str:
+        """The kernel design that runs: 'hopper', 'generic' or 'cpu'."""
+        design = self._config.design
+        return "cpu" if design is None or self.device.type == "cpu" else design.name
 
     @property
     def workspace_bytes(self) -> int:
@@ -678,7 +697,7 @@ class Attention:
         }
         if not larger:
             return self
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._is_captured():
             raise RuntimeError(
                 f"{', '.join(larger)} must have grown before the CUDA graph is captured: a workspace cannot "
                 f"be allocated in it"
@@ -712,7 +731,10 @@ class Attention:
                 here when ATTN_BACKEND_DEBUG=1.
             RuntimeError: another thread uses this object.
         """
+        if self._counts is not None:
+            self._counts.before_plan()
         level = -1  # the level being checked
+        levels: Sequence[BSRView] = ()
         try:
             levels = (
                 (composition,)
@@ -763,12 +785,17 @@ class Attention:
             if isinstance(error, InUseError):
                 raise  # the plan belongs to the other thread
             self._library.abandon_plan(self._handle)
+            if isinstance(error, Exception):
+                self._note_refusal(error, levels)
             if level >= 0 and isinstance(error, RuntimeError):
                 explain_failure(tensors_of(levels[level]))
             if level >= 0 and isinstance(error, ValueError) and isinstance(composition, Composition):
                 raise ValueError(f"levels[{level}]: {error}") from None
             raise
         self._levels = levels
+        self._dumped_errors = 0
+        if self._counts is not None:
+            self._counts.after_plan()
 
     @overload
     def run(
@@ -1063,7 +1090,12 @@ class Attention:
                 if variant is None or not variant.load_if_missing(self._handle, error):
                     raise
         if errors:
-            refuse_run(errors, self._levels, k.shape[1 if is_hnd else 0])
+            num_pages = k.shape[1 if is_hnd else 0]
+            try:
+                refuse_run(errors, self._levels, num_pages)
+            except ValueError as error:
+                self._note_refusal(error, self._levels, num_pages)
+                raise
         if variant is not None and variant.is_interpreted:
             assert v is not None
             if k.ndim == 3:  # ragged: one token per page
@@ -1095,9 +1127,12 @@ class Attention:
 
     def schedule(self) -> Schedule:
         """A copy of the last plan's schedule on the CPU (synchronizes)."""
+        return Schedule.read(self._schedule.cpu(), *self._schedule_structs())
+
+    def _schedule_structs(self) -> tuple[Any, Any]:
+        """ScheduleConfig and ScheduleLayout."""
         config = unpack("ScheduleConfig", self._library.schedule_config(self._handle))
-        layout = unpack("ScheduleLayout", self._library.schedule_layout(self._handle))
-        return Schedule.read(self._schedule.cpu(), config, layout)
+        return config, unpack("ScheduleLayout", self._library.schedule_layout(self._handle))
 
     def raise_for_errors(self) -> None:
         """Reads the device's error word (synchronizes; does nothing while a CUDA graph is being captured).
@@ -1105,11 +1140,72 @@ class Attention:
         Raises:
             ValueError: the last plan or one of its runs found metadata that had to be clamped.
         """
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._is_captured():
             return
         errors = self.schedule().errors
         if errors:
-            raise ValueError(describe_errors(errors))
+            fault = describe_errors(errors)
+            if errors != self._dumped_errors:
+                self._dumped_errors = errors
+                self._dump(f"clamped: {fault}", self._levels)
+            raise ValueError(fault)
+
+    def _is_captured(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _note_refusal(
+        self, error: Exception, levels: Sequence[BSRView], num_pages: int | None = None
+    ) -> None:
+        """Counts a plan or a run that raises, and dumps its batch. num_pages: of the cache, if known."""
+        if self._counts is not None:
+            self._counts.refusals += 1
+        self._dump(f"refused: {error}", levels, num_pages)
+
+    def _dump(self, fault: str, levels: Sequence[BSRView], num_pages: int | None = None) -> None:
+        """Writes the metadata of a batch for `attn-backend plan`, if ATTN_BACKEND_DUMP names a folder. Never
+        raises.
+        """
+        path = None
+        try:
+            folder = Settings.read().dump
+            if folder is None or len(levels) != 1 or levels[0].rows is not None or self._is_captured():
+                return
+            number = next(_dumps)
+            if number > MAX_DUMPS:
+                return
+            path = folder / f"batch-{os.getpid()}-{number}.json"
+            causal, window_left = levels[0].causal is not False, levels[0].window_left
+            with suppress(ValueError):
+                causal, window_left = level_visibility(levels[0], 1, self._variant)
+            config = self._config
+            batch = {
+                "fault": fault,
+                "heads": f"{self.num_qo_heads}/{self.num_kv_heads}",
+                "head_dim": self.head_dim,
+                "head_dim_v": self.head_dim_v,
+                "costs": "cpu" if config.design is None else config.design.name,
+                "num_ctas": int(self._schedule_structs()[0]["num_ctas"]),
+                "causal": causal,
+                "window_left": window_left,
+                "cascade": config.cascade,
+                "batch_invariant": self.batch_invariant,
+                "max_rows": self.max_rows,
+                "max_batch": self.max_batch,
+                "num_pages": num_pages,
+                **describe_batch(levels[0]),
+            }
+            folder.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_suffix(".tmp")
+            unfinished.write_text(json.dumps(batch))
+            unfinished.replace(path)
+        except Exception as error:  # a fault of the diagnosis must not hide the batch's own
+            progress.LOGGER.warning("attn_backend could not write %s: %s", path or "a batch", error)
+            return
+        progress.LOGGER.warning(
+            "attn_backend wrote the metadata of a batch that it %s. Replay it: attn-backend plan %s",
+            fault,
+            path,
+        )
 
 
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:
@@ -1157,3 +1253,17 @@ class DebugAttention(Attention):
             self.raise_for_errors()
         finally:
             self._in_use_until_done.release()
+
+
+class DumpingAttention(Attention):
+    """Each plan and each run waits for the device, and dumps a batch whose metadata was clamped."""
+
+    def plan(self, composition: Composition | BSRView, *, variant_args: VariantArgs | None = None) -> None:
+        super().plan(composition, variant_args=variant_args)
+        with suppress(ValueError):
+            self.raise_for_errors()
+
+    def _run_raw(self, *arguments: Any, **options: Any) -> None:
+        super()._run_raw(*arguments, **options)
+        with suppress(ValueError):
+            self.raise_for_errors()

@@ -1,4 +1,6 @@
-"""Reads a schedule, which `plan` left in the workspace (csrc/planner/schedule.h), as tensors."""
+"""Reads a schedule, which `plan` left in the workspace (csrc/planner/schedule.h): as tensors on the CPU, or
+as counts that stay on the device.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from typing import Any
 import numpy
 import torch
 
+from ..validation import MAX_INT32
 from .native import dtype_of, values_of
 
 # Messages by the names in ScheduleError (csrc/planner/schedule.h).
@@ -251,3 +254,88 @@ class Schedule:
         """
         leaves_states = self.of_groups("state_begin")[self.of_tiles("group").long()] >= 0
         return self.of_tiles("kind").long() + len(self.kv_tile_cost) // 2 * leaves_states
+
+
+COUNTS = (
+    "clamped_plans",
+    "plans",
+    "kv_tokens",
+    "kv_tokens_read",
+    *(f"rows_{tile_rows}" for tile_rows in TILE_ROWS),
+)
+counted: list[ScheduleCounts] = []  # of all Attentions of this process, those that are gone included
+
+
+class ScheduleCounts:
+    """Sums over the plans of one Attention.
+
+    They lie on its device. Torch operators update them without a wait, and a CUDA graph that captures a plan
+    captures its update.
+
+    Attributes:
+        sums: int64 [len(COUNTS)]. kv_tokens: tokens of KV that the requests would read without shared
+            prefixes; kv_tokens_read: those that the row groups read, each once. Both are for each KV head,
+            and leave out tokens outside a window. rows_N: rows of Q of the row groups with row tiles of N
+            rows.
+        refusals: plans that raised an error, and runs on a CPU that found wrong page ids. The host counts
+            them.
+    """
+
+    def __init__(self, workspace: torch.Tensor, config: Any, layout: Any) -> None:
+        """workspace: uint8, the Attention's. config, layout: as for Schedule.read()."""
+
+        def column(struct: str, begin: Any, count: int, name: str) -> torch.Tensor:
+            dtype = dtype_of(struct)
+            assert dtype.fields is not None
+            records = workspace[int(begin) : int(begin) + count * dtype.itemsize].view(torch.int32)
+            return records.view(count, dtype.itemsize // 4)[:, dtype.fields[name][1] // 4]
+
+        def arange(count: int) -> torch.Tensor:
+            return torch.arange(count, dtype=torch.int32, device=workspace.device)
+
+        max_groups, max_nodes, max_tiles = (
+            int(config[name]) for name in ("max_groups", "max_nodes", "max_tiles")
+        )
+        self._errors, self._num_groups, self._num_tiles, self._num_requests = (
+            column("ScheduleHeader", 0, 1, name)
+            for name in ("errors", "num_groups", "num_tiles", "num_requests")
+        )
+        self._qo_len, self._kv_len, self._kind = (
+            column("RowGroup", layout["groups"], max_groups, name) for name in ("qo_len", "kv_len", "kind")
+        )
+        self._group_of_tile, self._kv_begin, self._kv_end = (
+            column("RowTile", layout["tiles"], max_tiles, name) for name in ("group", "kv_begin", "kv_end")
+        )
+        self._leader, self._group_of_node, self._requests_of_node = (
+            column("PrefixNode", layout["nodes"], max_nodes, name)
+            for name in ("leader", "group", "num_requests")
+        )
+        self._groups, self._tiles, self._nodes = arange(max_groups), arange(max_tiles), arange(max_nodes)
+        self._kinds = arange(len(TILE_ROWS))[:, None]
+        with torch.inference_mode(False):  # an engine may make it inside the mode, and plan outside
+            self.sums = torch.zeros(len(COUNTS), dtype=torch.int64, device=workspace.device)
+        self.refusals = 0
+        counted.append(self)
+
+    def before_plan(self) -> None:
+        """Counts the errors of the previous plan and of its runs, before this plan clears them."""
+        self.sums[:1] += self._errors != 0
+
+    def after_plan(self) -> None:
+        """Counts what the plan decided."""
+        in_use = self._tiles < self._num_tiles
+        group = torch.where(in_use, self._group_of_tile, 0).long()
+        begin = torch.where(in_use, self._kv_begin.clamp(min=0), MAX_INT32)  # negative: with holes
+        end = torch.where(in_use, self._kv_end, 0)
+        first = torch.full_like(self._groups, MAX_INT32).scatter_reduce_(0, group, begin, "amin")
+        last = torch.zeros_like(self._groups).scatter_reduce_(0, group, end, "amax")
+        read = (last - first).clamp_(min=0).sum()
+
+        exists = (self._nodes < self._num_requests) & (self._leader >= 0)
+        taken = exists & (self._group_of_node >= 0)
+        kv_len = self._kv_len[torch.where(taken, self._group_of_node, 0).long()]
+        saved = (torch.where(taken, self._requests_of_node - 1, 0).long() * kv_len).sum()
+
+        of_kind = (self._kind == self._kinds) & (self._groups < self._num_groups)
+        rows = torch.where(of_kind, self._qo_len, 0).sum(1)
+        self.sums[1:] += torch.cat((torch.stack((torch.ones_like(read), read + saved, read)), rows))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -413,6 +415,40 @@ def _integer(name: str, value: object, smallest: int, largest: int, must_be: str
     if not smallest <= integer <= largest:
         refuse(name, integer, must_be)
     return integer
+
+
+def describe_batch(view: BSRView) -> dict[str, Any]:
+    """The lengths and the page ids of a view as lists, for a batch file of `attn-backend plan`. Wrong values
+    stay as they are. Copies from the device, so it waits.
+
+    Returns:
+        qo_indptr, kv_lens and page_size. Except for ragged K and V also block_table: the pages of each
+        request that its length needs and its row of the table has.
+    """
+    table, page_size = view.table, view.table.page_size
+    batch: dict[str, Any] = {"qo_indptr": view.qo_indptr.tolist(), "page_size": page_size}
+    if table.indices is None:
+        return batch | {"kv_lens": _present(table.indptr).diff().tolist()}
+    indices = table.indices.cpu()
+    if table.form == "token_slots":  # a row outside the table becomes its first or last row
+        rows = _present(table.rows).clamp(0, indices.shape[0] - 1).tolist()
+        entries = [indices[row, ::page_size] // page_size for row in rows]
+    elif table.form == "block_table":
+        entries = list(indices[: view.batch_size])
+    else:
+        entries = [indices[slice(*bounds)] for bounds in pairwise(_present(table.indptr).tolist())]
+    if table.kv_lens is not None:
+        kv_lens = table.kv_lens.tolist()
+    else:
+        lasts = _present(table.last_page_len).tolist()
+        kv_lens = [
+            (len(pages) - 1) * page_size + last if len(pages) else 0
+            for pages, last in zip(entries, lasts, strict=True)
+        ]
+    pages = [
+        ids[: max(-(-kv_len // page_size), 0)].tolist() for ids, kv_len in zip(entries, kv_lens, strict=True)
+    ]
+    return batch | {"kv_lens": kv_lens, "block_table": pages}
 
 
 def check_values(view: BSRView, max_rows: int) -> None:

@@ -10,8 +10,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.utils.common import is_pin_memory_available
 from torch import Tensor
 
-from attn_backend.adapters.seeds import SeedSource, signed_64_bits
-from attn_backend.kernels.sampling import sample, sampling_workspace
+from attn_backend.kernels.sampling import SeedSource, sample, sampling_workspace, signed_64_bits
 
 from . import compat
 

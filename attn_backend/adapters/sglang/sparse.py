@@ -15,6 +15,7 @@ from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 from torch import Tensor
 
 from attn_backend import KVCache
+from attn_backend.adapters.metrics import export_counts, tell_of_start
 from attn_backend.adapters.selected import SelectedAttention
 from attn_backend.adapters.served import warn_if_untried
 from attn_backend.metadata.kv_cache import SCALED_LATENT_BYTES, SCALED_LATENT_DTYPE
@@ -58,6 +59,7 @@ class SparseBackend(DeepseekSparseAttnBackend):
             self._rows[SCALED_LATENT_DTYPE] = make(SCALED_LATENT_DTYPE)
         self._planned: SelectedAttention | None = None  # it holds this step's plan
         self._last_layer = -1
+        tell_of_start(logger)
 
     @property
     def prefill_attention_backend_str(self) -> str:
@@ -74,6 +76,14 @@ class SparseBackend(DeepseekSparseAttnBackend):
     @decode_attention_backend_str.setter
     def decode_attention_backend_str(self, name: str | None) -> None:
         """As for prefills."""
+
+    def init_forward_metadata(self, *args: Any, **kwargs: Any) -> None:
+        export_counts(logger)
+        super().init_forward_metadata(*args, **kwargs)
+
+    def init_forward_metadata_out_graph(self, *args: Any, **kwargs: Any) -> None:
+        export_counts(logger)
+        super().init_forward_metadata_out_graph(*args, **kwargs)
 
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, *args: Any, **kwargs: Any

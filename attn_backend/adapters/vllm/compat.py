@@ -29,12 +29,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import wraps
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from vllm import envs
 from vllm.config import (
     CUDAGraphMode,
     VllmConfig,
@@ -276,12 +276,12 @@ def is_our_name(name: AttentionBackendEnum) -> bool:
     )
 
 
-def own_release() -> str:
-    """This package's version."""
-    try:
-        return version("attn-backend")
-    except PackageNotFoundError:  # a checkout
-        return "(not installed)"
+def hidden_metrics(vllm_config: VllmConfig) -> str | None:
+    """Why /metrics does not show counters of workers, or None."""
+    if getattr(envs, "VLLM_USE_RUST_FRONTEND", False):
+        return "VLLM_USE_RUST_FRONTEND"
+    executor = vllm_config.parallel_config.distributed_executor_backend
+    return "--distributed-executor-backend ray" if executor == "ray" else None
 
 
 def our_names() -> list[str]:

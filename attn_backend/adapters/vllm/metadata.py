@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import (
 )
 
 from attn_backend.adapters.layers import LayerSpec, Spans, attention_of, layer_visibility, variant_args_of
+from attn_backend.adapters.metrics import export_counts
 from attn_backend.adapters.served import warn_if_untried
 from attn_backend.kernels.attention import Attention
 from attn_backend.metadata.page_table import PageTable
@@ -28,6 +29,7 @@ from .support import (
     logger,
     refuse,
     tell_of_cascade,
+    tell_when_ready,
     unsupported_context_parallelism,
     unsupported_feature,
     unsupported_invariance,
@@ -195,6 +197,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
 
         self.plans = outside_memory_pools(lambda: {spec: make_shared(spec) for spec in specs}, device)
         sampler.install(device, vllm_config)
+        tell_when_ready(vllm_config, layer_names)
 
     def build(
         self,
@@ -260,6 +263,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
                 )
             if context is not None:
                 context.plan(BSRView(qo_indptr, table, causal=False))
+        export_counts(logger)
 
     def update_draft_decode_metadata(self, metadata: AttnMetadata) -> None:
         """Plans again from the same tensors with new contents, inside the CUDA graph of a draft loop."""

@@ -24,6 +24,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, Multipl
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 from attn_backend.adapters.layers import LayerSpec, attention_of
+from attn_backend.adapters.metrics import export_counts
 from attn_backend.adapters.served import warn_if_untried
 from attn_backend.jit.manifest import HeadDims
 from attn_backend.kernels.append import append_mla_kv
@@ -39,6 +40,7 @@ from .support import (
     logger,
     refuse,
     tell_of_cascade,
+    tell_when_ready,
     unsupported_context_parallelism,
     unsupported_feature,
     unsupported_invariance,
@@ -167,6 +169,7 @@ class MlaPrefill(MLAPrefillBackend):
         self._planned_chunk = -1
         if self._chunks:
             self._plan_chunk(0)
+        export_counts(logger)
 
     def _plan_chunk(self, number: int) -> None:
         query_starts, context_starts = self._chunks[number]
@@ -339,6 +342,7 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
             self._prefill_backend, vllm_config, dtype, device, max_rows, max_batch
         )
         sampler.install(device, vllm_config)
+        tell_when_ready(vllm_config, layer_names)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -360,6 +364,7 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         batch, starts = seq_lens_device.shape[0], kwargs["query_start_loc_device"]
         table = PageTable.block_table(block_table_tensor[:batch], seq_lens_device, self.page_size)
         self.decode_attention.plan(BSRView(starts[: batch + 1], table, causal=True))
+        export_counts(logger)
         return MlaDecodeMetadata(
             block_table_tensor,
             seq_lens_device,

@@ -50,6 +50,7 @@ def register() -> None:
             for name, path in CPU_BACKEND_PATHS.items():
                 if name in registry.AttentionBackendEnum.__members__:
                     registry.register_backend(registry.AttentionBackendEnum[name], path)
+        import_module("attn_backend.adapters.metrics").serve_counts()
         compat.after_model_is_built(support.check_layers)
         support.tell_of_registration()
     except Exception as error:

@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 from vllm.logger import init_logger
 
-from attn_backend.adapters.seeds import SeedSource, signed_64_bits
-from attn_backend.kernels.sampling import sample, sampling_workspace
+from attn_backend.kernels.sampling import SeedSource, sample, sampling_workspace, signed_64_bits
 from attn_backend.settings import Settings
 
 from .compat import outside_memory_pools

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
+from attn_backend.adapters.metrics import export_counts
 from attn_backend.adapters.selected import SelectedAttention, count_visible
 from attn_backend.adapters.served import warn_if_untried
 from attn_backend.metadata.kv_cache import SCALED_LATENT_BYTES, SCALED_LATENT_DTYPE
@@ -28,6 +29,7 @@ from .rules import FLOAT8_LATENTS, SCALED_LATENTS
 from .support import (
     logger,
     refuse,
+    tell_when_ready,
     unsupported_feature,
     unsupported_invariance,
     unsupported_sparse_feature,
@@ -126,6 +128,7 @@ class SparseMlaMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMlaMetadata]
                 self._prefill_backend, vllm_config, dtype, device, max_rows, max_batch
             )
         sampler.install(device, vllm_config)
+        tell_when_ready(vllm_config, layer_names)
 
     def build(
         self,
@@ -141,6 +144,7 @@ class SparseMlaMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMlaMetadata]
                 metadata.num_actual_tokens, metadata.req_id_per_token, cm.query_start_loc, cm.seq_lens
             )
         )
+        export_counts(logger)
         metadata.attention = self._rows
         return metadata
 

@@ -18,8 +18,11 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from attn_backend.adapters.layers import use_cascade
+from attn_backend.adapters.metrics import tell_of_start
 from attn_backend.adapters.served import is_ours, report_layers
 from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH
+from attn_backend.releases import own_release
+from attn_backend.settings import Settings
 
 from . import compat
 from .rules import OTHER_BACKEND, OTHER_CACHE, unsupported_model
@@ -172,7 +175,7 @@ def tell_of_registration() -> None:
 def _log_registration(logger: logging.Logger) -> None:
     names = ", ".join(compat.our_names())
     # vLLM does not name the backend that it uses on a CPU
-    logger.info("attn_backend %s is registered as %s.", compat.own_release(), names or "no backend")
+    logger.info("attn_backend %s is registered as %s.", own_release(), names or "no backend")
 
 
 @cache
@@ -181,6 +184,17 @@ def _log_other_plugin(other: str, logger: logging.Logger) -> None:
         "Two plugins want the name CUSTOM. It belongs to %s, not to attn_backend: %s.",
         *(other, OTHER_PLUGIN_WAY_OUT),
     )
+
+
+_planned_layers: set[str] = set()
+
+
+def tell_when_ready(vllm_config: Any, layer_names: Iterable[str]) -> None:
+    """Called when the builder of these layers has made its Attentions. The last builder logs the start."""
+    _planned_layers.update(layer_names)
+    layers = compat.attention_layers(vllm_config)
+    if all(name in _planned_layers or not is_ours(layers[name].get_attn_backend()) for name in layers):
+        tell_of_start(logger)
 
 
 def check_layers(vllm_config: Any) -> None:
@@ -198,6 +212,8 @@ def check_layers(vllm_config: Any) -> None:
             CPU_SWITCH,
         )
         return
+    if Settings.read().metrics and (hidden_by := compat.hidden_metrics(vllm_config)) is not None:
+        logger.warning("attn_backend's counters are not in /metrics with %s.", hidden_by)
     of_drafts = compat.draft_backend_of_user(vllm_config)
     num_ours, others = 0, dict[str, list[str]]()
     for layer_name, layer in compat.attention_layers(vllm_config).items():

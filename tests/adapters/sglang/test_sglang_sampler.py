@@ -22,10 +22,10 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from torch import Tensor
 
 from attn_backend.adapters import sglang as adapter
-from attn_backend.adapters.seeds import SeedSource
 from attn_backend.adapters.sglang import compat
 from attn_backend.adapters.sglang import sampler as our_sampler
 from attn_backend.adapters.sglang.sampler import AttnSampler, RequestSeeds
+from attn_backend.kernels.sampling import SeedSource
 
 VOCAB = 300
 

@@ -186,3 +186,43 @@ def test_workers_check_once_the_model_is_built(registry: Any, monkeypatch: pytes
     assert seen == [True]
     wrapper.vllm_config = config(layers, None)
     assert wrapper.load_model() == "loaded"
+
+
+def test_the_builder_of_the_last_layers_tells_of_the_start(
+    registry: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(support, "tell_of_start", told.append)
+    monkeypatch.setattr(support, "_planned_layers", set())
+    model = config({**numbered(OURS, range(3)), "theirs": THEIRS}, registry.CUSTOM)
+    support.tell_when_ready(model, ["model.layers.0.attn", "model.layers.2.attn"])
+    assert not told
+    support.tell_when_ready(model, ["model.layers.1.attn"])
+    assert told == [support.logger]
+
+
+@pytest.mark.parametrize(
+    ("executor", "is_rust", "hidden_by"),
+    [
+        ("mp", False, None),
+        ("ray", False, "--distributed-executor-backend ray"),
+        (None, True, "VLLM_USE_RUST_FRONTEND"),
+    ],
+)
+def test_counters_that_metrics_cannot_show(
+    executor: str | None,
+    is_rust: bool,
+    hidden_by: str | None,
+    registry: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", str(int(is_rust)))
+    model = config(numbered(OURS, range(3)), registry.CUSTOM)
+    model.parallel_config = SimpleNamespace(distributed_executor_backend=executor)
+    check_layers(model)
+    assert not caplog.messages  # they are off
+    monkeypatch.setenv("ATTN_BACKEND_METRICS", "1")
+    check_layers(model)
+    told = [f"attn_backend's counters are not in /metrics with {hidden_by}."]
+    assert caplog.messages == (told if hidden_by else [])

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from attn_backend.adapters.seeds import SeedSource, signed_64_bits
+from attn_backend.kernels.sampling import SeedSource, signed_64_bits
 
 
 def test_sources_of_one_origin_agree_whatever_else_draws() -> None:
