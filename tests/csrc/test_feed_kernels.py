@@ -1,5 +1,4 @@
-"""The kernels whose producer dequantizes 8-bit caches, without a GPU (csrc/attention/feed/dequantizer.cuh):
-what they have from the loops of 16-bit caches.
+"""The kernels whose producer dequantizes 8-bit caches, without a GPU (csrc/attention/feed/dequantizer.cuh).
 
 test_float8_kernels.py and test_float8_transform_kernels.py run these kernels, too.
 """
@@ -140,6 +139,31 @@ def test_many_orders_of_threads(emulated: Path, form: tuple[torch.dtype, int, to
         problem = Float8Case(spec, "cpu", kv_dtype, "head", "tensor")
         case = problem.case
         attention = DeviceAttention(emulated, case.attention(kernel=FEED, **problem.options), FEED, seed)
+        attention.plan(case.view)
+        case.run(attention, out=case.out, lse=case.lse)  # type: ignore[arg-type]
+        problem.check(case.out, case.lse, FEED)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_decodes_and_prompts_of_one_cta(emulated: Path, form: tuple[torch.dtype, int, torch.dtype]) -> None:
+    """The tile of a prompt takes the stages of a decode's K and V, whose consumers may still read V."""
+    dtype, head_dim, kv_dtype = form
+    for seed in range(3):
+        spec = cases.Spec(
+            (1, 40, 1, 130),
+            (900, 1000, 1300, 500),
+            num_kv_heads=1,
+            group_size=2,
+            head_dim=head_dim,
+            dtype=dtype,
+            num_ctas=1,
+            page_size=16,
+            seed=seed,
+        )
+        problem = Float8Case(spec, "cpu", kv_dtype, "head", "tensor")
+        case = problem.case
+        made = case.attention(kernel=FEED, cascade=False, **problem.options)
+        attention = DeviceAttention(emulated, made, FEED, seed)
         attention.plan(case.view)
         case.run(attention, out=case.out, lse=case.lse)  # type: ignore[arg-type]
         problem.check(case.out, case.lse, FEED)

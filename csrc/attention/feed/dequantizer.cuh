@@ -2,9 +2,9 @@
 // tiles by the loops of a 16-bit cache.
 //
 // A stage has room for a stored tile, and a dequantized tile takes dequantized_stages of them. A warp loads its share
-// of a tile as for consumers that dequantize (kv_copiers.cuh), but spread, and waits for it at a barrier of its own,
-// kv_stored. A row of a stored block becomes the same row of two blocks, of which the second lies in its place: a warp
-// reads rows, then writes over them. No other warp has a part in these rows.
+// of a tile as for consumers that dequantize (kv_copiers.cuh), but spread. It waits for its share at one of its
+// barriers, kv_stored. A row of a stored block becomes the same row of two blocks. The second of them lies where the
+// stored block did: a warp reads rows, then writes over them. No other warp has a part in these rows.
 //
 // Row tiles of 16 rows take their tiles as they are stored, and dequantize them in registers, unless a variant
 // transforms them. Their tiles take one stage.
@@ -100,8 +100,8 @@ class InPlaceDequantizer {
       dequantize_rows<KTile<Traits>, WgmmaKTile<Traits>>(tile);
     }
     ptx::fence_async_proxy();                             // before wgmma reads it, and TMA writes it again
-    constexpr int kArrivals = Copier::kGathers ? 32 : 1;  // as of a warp that loads for consumers that dequantize
-    // Consumers wait for a tile's first parts only: the others must be full by then.
+    constexpr int kArrivals = Copier::kGathers ? 32 : 1;  // as if it had been loaded for consumers that dequantize
+    // Consumers wait only for the first stage's parts.
     if constexpr (kTileParts > kParts) Shared::arrive_as_warp(shared_.kv_full(part + kParts), kArrivals);
     Shared::arrive_as_warp(shared_.kv_full(part), kArrivals);
   }
