@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from string import Template
 from typing import NamedTuple, Protocol
@@ -201,6 +201,8 @@ class Design:
         serves: whether it has kernels for heads; the bool: under a variant that transforms Q, K or V. Heads
             that it does not support go to the next design.
         multiplies_float8: multiplies e4m3 Q and K directly, for heads of MULTIPLIED_FLOAT8_HEAD_DIMS.
+        dequantizes_in_feed: the warps that load K and V dequantize them, under 16-bit Q (KvForm::in_feed in
+            csrc/).
     """
 
     name: str
@@ -208,6 +210,7 @@ class Design:
     cubins: dict[str, str]
     serves: Callable[[HeadDims, bool], bool] = lambda dims, transforms: True
     multiplies_float8: bool = False
+    dequantizes_in_feed: bool = False
 
     def cubins_for(self, shape: KernelShape) -> dict[str, str]:
         """The entries of `cubins` for a shape.
@@ -239,6 +242,14 @@ DESIGNS = {
     ),
     "generic": Design("sm80", ARCHS, {"attention": "sm80"}),
 }
+# "hopper" with other prefills over 8-bit caches, which no GPU has timed yet (ADR 53). No kernel of it is
+# built ahead of time, and Attention does not know it: who tests or times it adds it to DESIGNS, by another
+# name.
+HOPPER_FEED = replace(
+    DESIGNS["hopper"],
+    cubins={"attention": "sm90_feed", "attention_rows": "sm90_feed_gather"},
+    dequantizes_in_feed=True,
+)
 
 
 @dataclass(frozen=True)
@@ -480,7 +491,7 @@ _SM90_ATTENTION = Template("""\
 #include "attention/sm90/attention.cuh"
 
 namespace attn {
-using KernelTraits = sm90::HopperTraits<$traits>;
+using KernelTraits = sm90::HopperTraits<$traits$in_feed>;
 template <class Traits>
 using KernelCopier = feed::$copier<Traits>;
 }  // namespace attn
@@ -567,10 +578,10 @@ def attention_source(design: str, shape: KernelShape, variant_type: str) -> str:
         "sm80": (_SM80_ATTENTION, ""),
         "sm90": (_SM90_ATTENTION, "BoxCopier"),
         "sm90_gather": (_SM90_ATTENTION, "RowCopier"),
-    }[design]
+    }[design.replace("_feed", "")]
     if copier and dims.is_wide and has_8_bits:
         copier = "DequantizingCopier"
-    return template.substitute(traits=traits, copier=copier)
+    return template.substitute(traits=traits, copier=copier, in_feed=", true" if "_feed" in design else "")
 
 
 def merge_source(element: str, variant_type: str) -> str:

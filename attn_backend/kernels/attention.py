@@ -169,6 +169,7 @@ class AttentionConfig:
             skips_kv_tiles=variant is not None and variant.skips_kv_tiles,
             has_sinks=self.sinks,
             float8_out=self.float8_out,
+            dequantizes_in_feed=design is not None and design.dequantizes_in_feed,
         )
 
     def kernel_files(self, variant: AttentionVariant | None) -> dict[str, str]:

@@ -17,6 +17,15 @@ struct HeadDims {
   ATTN_HD constexpr int32_t widest() const { return max_of(qk, v); }
 };
 
+/// The cache as the sizes of a design depend on it.
+struct KvForm {
+  int32_t element_bytes;
+  bool in_feed;  // the Hopper kernel's producer dequantizes it (feed/dequantizer.cuh)
+
+  ATTN_HD constexpr KvForm(int32_t element_bytes_, bool in_feed_ = false)
+      : element_bytes(element_bytes_), in_feed(in_feed_) {}
+};
+
 /// Bytes of a row in shared memory: whole runs of 128, within which chunks of 16 bytes are permuted. The columns after
 /// the head's are not loaded, or are zeros.
 ATTN_HD constexpr int32_t tile_row_bytes(int32_t columns, int32_t element_bytes) {

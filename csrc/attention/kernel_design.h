@@ -50,6 +50,7 @@ struct LaunchContext {
   const KernelCode* codes;  // of the design's kernels
   KernelCode merge_code;
   bool (*encode)(const Tensor4d& tensor, TensorMap& map);  // the driver's; returns whether TMA can load such boxes
+  KvForm kv_form;                                          // of the cache
 };
 
 /// Where latent kernels find the last columns of Q. They see one tensor as two, side by side.
@@ -77,8 +78,8 @@ constexpr int32_t kRowsTooFarApart = -1;
 struct KernelDesign {
   const char* name;  // of its folder, and in attn_backend/jit/manifest.py
   KernelCosts costs;
-  KernelCosts invariant_costs;                                   // of batch invariant plans
-  int32_t (*max_kind)(HeadDims dims, int32_t kv_element_bytes);  // largest kind of row tile
+  KernelCosts invariant_costs;                    // of batch invariant plans
+  int32_t (*max_kind)(HeadDims dims, KvForm kv);  // largest kind of row tile
   /// Whether row tiles are planned twice as large as the largest kind. Two CTAs then share each interval of the
   /// schedule: the kernel is launched with blocks (i, 0) and (i, 1) for interval i, which take the first and the second
   /// half of the rows.
@@ -86,15 +87,15 @@ struct KernelDesign {
     return false;
   };
   /// Whether these two CTAs are a cluster, which takes the same (row tile, KV head) pairs.
-  bool (*forms_clusters)(int32_t kv_element_bytes) = [](int32_t /*kv_element_bytes*/) { return false; };
+  bool (*forms_clusters)(KvForm kv) = [](KvForm /*kv*/) { return false; };
   /// Tokens of a KV tile.
-  int32_t (*kv_tile)(HeadDims dims, int32_t kv_element_bytes);
+  int32_t (*kv_tile)(HeadDims dims, KvForm kv);
   /// Names of cubins in KernelFiles. A design with fewer kernels has nullptr.
   const char* kernels[kMaxDesignKernels];
   /// Threads of a CTA.
-  int32_t (*threads)(HeadDims dims, int32_t kv_element_bytes);
+  int32_t (*threads)(HeadDims dims, KvForm kv);
   /// Dynamic shared memory of a CTA.
-  int32_t (*shared_bytes)(HeadDims dims, int32_t kv_element_bytes);
+  int32_t (*shared_bytes)(HeadDims dims, KvForm kv);
   /// The kernel prefetches its code and the merge kernel's code to L2.
   bool prefetches_code;
   /// Fills in the arguments of a launch. Returns the number of the kernel to launch, or kRowsTooFarApart.

@@ -45,10 +45,10 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config, const KernelD
   ScheduleConfig schedule{};
   schedule.num_kv_heads = config.num_kv_heads;
   schedule.group_size = config.num_qo_heads / config.num_kv_heads;
-  schedule.kv_tile = design.kv_tile(config.dims(), bytes_of(config.kv_dtype));
+  schedule.kv_tile = design.kv_tile(config.dims(), config.kv_form());
   const int32_t ctas = ctas_of_interval(config, design);
   // A row tile has twice the rows of the kind before, up to 128: two CTAs share one of the next kind.
-  schedule.max_kind = design.max_kind(config.dims(), bytes_of(config.kv_dtype)) + ctas - 1;
+  schedule.max_kind = design.max_kind(config.dims(), config.kv_form()) + ctas - 1;
   schedule.num_ctas = config.num_ctas;
   schedule.cascade = config.cascade;
   schedule.batch_invariant = config.batch_invariant;
@@ -138,8 +138,8 @@ Attention::Attention(const AttentionConfig& config, const KernelFiles& files)
   if (config_.num_ctas == 0) {
     config_.num_ctas = config.on_cuda
                            ? driver::multiprocessor_count(config.device) *
-                                 driver::ctas_per_multiprocessor(
-                                     kernels_.attention[0], design_.threads(config.dims(), bytes_of(config.kv_dtype))) /
+                                 driver::ctas_per_multiprocessor(kernels_.attention[0],
+                                                                 design_.threads(config.dims(), config.kv_form())) /
                                  ctas_of_interval(config_, design_)
                            : cpu::kCtas;
   }
@@ -174,7 +174,7 @@ void Attention::load_output_kernels(const KernelFiles& files, const std::string&
 
 void Attention::load_attention_kernel(OutputKernels& kernels, int32_t kernel, const std::string& file) {
   kernels.attention[kernel] = driver::load_kernel(file, "attention_kernel", config_.device,
-                                                  design_.shared_bytes(config_.dims(), bytes_of(config_.kv_dtype)));
+                                                  design_.shared_bytes(config_.dims(), config_.kv_form()));
   if (design_.prefetches_code) kernels.codes[kernel] = driver::find_code(kernels.attention[kernel]);
 }
 
@@ -376,7 +376,8 @@ uint32_t Attention::run(LatentAttentionParams params, const AttentionScales& sca
   const LaunchContext context{
       plan_params_.levels, plan_params_.num_levels, float8_out ? DataType::kFloat8E4M3 : config_.dtype,
       config_.q_dtype,     config_.kv_dtype,        config_.dims(),
-      kernels.codes,       kernels.merge_code,      driver::encode};
+      kernels.codes,       kernels.merge_code,      driver::encode,
+      config_.kv_form()};
   KernelArguments arguments;
   LatentAttentionParams attention_params = params;  // the merge kernel's variant has no scales
   if (has_scales) attention_params.variant = with_scales(params.variant, scales);
@@ -387,9 +388,9 @@ uint32_t Attention::run(LatentAttentionParams params, const AttentionScales& sca
   if (!kernels.attention[kernel])  // Python loads it
     TVM_FFI_THROW(MissingKernelError) << (float8_out ? kFloat8Out : "") << design_.kernels[kernel];
   const uint32_t halves = static_cast<uint32_t>(ctas_of_interval(config_, design_));
-  driver::Launch attention{ctas, halves,
-                           static_cast<uint32_t>(design_.threads(config_.dims(), bytes_of(config_.kv_dtype))), true};
-  if (halves > 1 && design_.forms_clusters(bytes_of(config_.kv_dtype))) attention.cluster_y = halves;
+  driver::Launch attention{ctas, halves, static_cast<uint32_t>(design_.threads(config_.dims(), config_.kv_form())),
+                           true};
+  if (halves > 1 && design_.forms_clusters(config_.kv_form())) attention.cluster_y = halves;
   driver::launch(kernels.attention[kernel], attention, &arguments, stream);
   driver::Launch merge{ctas, static_cast<uint32_t>(ceil_div(params.max_tile_rows, kMergeRows)), kMergeThreads, true};
   merge.grid_z = static_cast<uint32_t>(ceil_div(params.v_columns, kMergeColumns));

@@ -55,6 +55,7 @@ struct PassedAttention {
   const void* q_rope;  // nullptr: q has all columns
   int64_t q_rope_strides[2];
   AttentionScales scales;  // of an 8-bit cache
+  int64_t in_feed;         // KvForm
   int64_t launched;        // the kernel that was launched, a number among the design's
 };
 
@@ -117,23 +118,25 @@ void run_attention(PassedAttention& passed, uint32_t seed) {
   const HeadDims dims(static_cast<int32_t>(passed.sizes[2]), static_cast<int32_t>(passed.sizes[5]));
   const auto o_dtype = params.has_out_scale() ? DataType::kFloat8E4M3 : static_cast<DataType>(passed.dtype);
   const auto q_dtype = static_cast<DataType>(passed.q_dtype), kv_dtype = static_cast<DataType>(passed.kv_dtype);
+  const KvForm kv_form(bytes_of(kv_dtype), passed.in_feed != 0);
   const LaunchContext context{
-      levels.data(), static_cast<int32_t>(levels.size()), o_dtype, q_dtype, kv_dtype, dims, codes, {}, ptx::encode};
+      levels.data(), static_cast<int32_t>(levels.size()), o_dtype, q_dtype, kv_dtype, dims, codes, {}, ptx::encode,
+      kv_form};
   passed.launched = design.make_arguments(params, context, launched);
   launched_kernel = static_cast<size_t>(passed.launched);
   const int32_t halves = design.halves_row_tiles(dims, params.group_size.divisor) ? 2 : 1;
-  const bool in_cluster = halves > 1 && design.forms_clusters(bytes_of(kv_dtype));
+  const bool in_cluster = halves > 1 && design.forms_clusters(kv_form);
   const int32_t ctas_of_cluster = in_cluster ? halves : 1;
   std::vector<int32_t> order(static_cast<size_t>(params.num_ctas * halves / ctas_of_cluster));
   std::iota(order.begin(), order.end(), 0);
   for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[emulation::random() % i]);
-  const int32_t bytes = design.shared_bytes(dims, bytes_of(kv_dtype));
+  const int32_t bytes = design.shared_bytes(dims, kv_form);
   for (const int32_t cta : order) {
     blockIdx.x = cta % params.num_ctas;
     blockIdx.y = cta / params.num_ctas;
     gridDim.x = params.num_ctas;
     emulation::run_cluster(
-        ctas_of_cluster, design.threads(dims, bytes_of(kv_dtype)), seed,
+        ctas_of_cluster, design.threads(dims, kv_form), seed,
         [] { kKernels[launched_kernel](*reinterpret_cast<Arguments*>(launched.bytes)); }, in_cluster);
     const size_t part = sizeof(shared) / static_cast<size_t>(ctas_of_cluster);
     for (char* begin = shared; begin < std::end(shared); begin += part) {

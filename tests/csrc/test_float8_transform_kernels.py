@@ -12,7 +12,7 @@ import numpy
 import oracle
 import pytest
 import torch
-from device_attention import CACHES, KERNELS, DeviceAttention
+from device_attention import CACHES, FLOAT8_KERNELS, KERNELS, DeviceAttention
 from float8_cases import DTYPES, TOLERANCE, Float8Case, rounding
 from variant_fuzz.arguments import Sizes
 from variant_fuzz.catalogue import entry_of
@@ -53,12 +53,12 @@ def run_and_check(
 
 
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", FLOAT8_KERNELS)
 def test_every_kind_of_row_tile(emulated: Path, kernel: str, name: str) -> None:
     dtype, head_dim, kv_dtype = FORMS[name]
     scales = (("request and head", "head"), ("number", "request"), ("head", "tensor"))
     for seed, (qo_lens, kv_lens) in enumerate(BATCHES):
-        for group_size in (1, 4) if kernel == "hopper" else (4,):
+        for group_size in (4,) if kernel == "generic" else (1, 4):
             spec = cases.Spec(
                 qo_lens,
                 kv_lens,
@@ -75,7 +75,7 @@ def test_every_kind_of_row_tile(emulated: Path, kernel: str, name: str) -> None:
             )
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", FLOAT8_KERNELS)
 def test_every_form_of_cache(emulated: Path, kernel: str) -> None:
     dtype, head_dim, kv_dtype = FORMS["rope"]
     for seed, (form, cache) in enumerate(CACHES.items()):
@@ -93,14 +93,14 @@ def test_every_form_of_cache(emulated: Path, kernel: str) -> None:
             spec.with_(**cache, window_left=90 if seed % 2 else -1), "cpu", kv_dtype, "head", "head"
         )
         attention = run_and_check(emulated, kernel, "rope", problem, cascade=False)
-        if kernel == "hopper":
+        if kernel != "generic":
             assert attention.launched == (
                 "attention" if form in ("pages", "large pages", "ragged") else "attention_rows"
             )
 
 
 @pytest.mark.parametrize("options", [{"cascade": "always"}, {"batch_invariant": True}], ids=str)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", FLOAT8_KERNELS)
 def test_prefixes_and_chunks(emulated: Path, kernel: str, options: dict[str, object]) -> None:
     dtype, head_dim, kv_dtype = FORMS["rope"]
     for seed, rows in enumerate((1, 20)):
@@ -133,7 +133,8 @@ def test_queries_of_8_bits(emulated: Path, kernel: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "head_dim", "head_dim_v"), [("generic", 72, 200), ("hopper", 72, 200), ("generic", 512, 512)]
+    ("kernel", "head_dim", "head_dim_v"),
+    [*((kernel, 72, 200) for kernel in FLOAT8_KERNELS), ("generic", 512, 512)],
 )
 def test_other_widths(emulated: Path, kernel: str, head_dim: int, head_dim_v: int) -> None:
     spec = cases.Spec(

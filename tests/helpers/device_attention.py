@@ -22,6 +22,9 @@ from attn_backend.jit.manifest import HeadDims
 from attn_backend.kernels.native import DTYPES, KV_DTYPES, kv_element_of, values_of
 
 KERNELS = ("generic", "hopper")
+# Over 8-bit caches. The last is manifest.HOPPER_FEED, which only the tests of tests/csrc/ have in
+# manifest.DESIGNS.
+FLOAT8_KERNELS = (*KERNELS, "hopper_feed")
 # Structs of tests/csrc/slanted_variant.h, by their names in DeviceAttention.
 TEST_VARIANTS = {"slanted": "SlantedVariant", "squared": "SquaredVariant", "placed": "PlacedVariant"}
 
@@ -98,6 +101,7 @@ class _Passed(ctypes.Structure):
         ("q_rope", ctypes.c_void_p),
         ("q_rope_strides", ctypes.c_int64 * 2),
         ("scales", AttentionScales),
+        ("in_feed", ctypes.c_int64),
         ("launched", ctypes.c_int64),
     )
 
@@ -136,7 +140,7 @@ def library(
     text += (
         f"constexpr std::array kKernels{{{', '.join(f'&{cubin}_attention_kernel' for cubin in cubins)}}};\n"
     )
-    name = manifest.attention_name(design.name, shape, name)
+    name = manifest.attention_name(next(iter(cubins.values())), shape, name)
     source, options = emulation.TESTS / "device_attention.cpp", ["-Og", f"-DDESIGN=attn::{design.name}"]
     made = emulation.build(
         folder, name, source, header=text, options=options, precompiled=source.with_suffix(".h")
@@ -176,7 +180,9 @@ class DeviceAttention:
         self._library = cache(lambda float8_out: library(*of_kernels, float8_out))
         self._attention, self._seed, self._variant = attention, seed, variant
         self._levels: tuple[BSRView, ...] = ()
-        self._kernels = tuple(manifest.DESIGNS[kernel].cubins)
+        design = manifest.DESIGNS[kernel]
+        self._kernels = tuple(design.cubins)
+        self._in_feed = design.dequantizes_in_feed and attention.q_dtype == attention.dtype
         self.launched = ""
 
     def __getattr__(self, name: str) -> Any:
@@ -259,6 +265,7 @@ class DeviceAttention:
                 of_dtypes[2],
                 of_dtypes[1],
             ),
+            self._in_feed,
             -1,
         )
         workspace = ctypes.c_void_p(memory.schedule.data_ptr())

@@ -24,8 +24,8 @@ constexpr KernelDesign make_design() {
   KernelDesign design{};
   design.name = "cpu";
   design.costs = design.invariant_costs = kCosts;
-  design.max_kind = [](HeadDims /*dims*/, int32_t /*kv_element_bytes*/) { return 3; };
-  design.kv_tile = [](HeadDims /*dims*/, int32_t /*kv_element_bytes*/) { return 64; };
+  design.max_kind = [](HeadDims /*dims*/, KvForm /*kv*/) { return 3; };
+  design.kv_tile = [](HeadDims /*dims*/, KvForm /*kv*/) { return 64; };
   return design;
 }
 constexpr KernelDesign kDesign = make_design();

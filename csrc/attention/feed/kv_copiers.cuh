@@ -4,6 +4,9 @@
 // - cp.async gathers rows, where it cannot: pages of fewer than 8 tokens that are not consecutive, and strides that are
 //   no multiple of 16 bytes (RowCopier).
 // look_up() starts to read the page table. found() has what was read, and copy() is called when the ring has room.
+//
+// Where the producer dequantizes tiles in place (dequantizer.cuh), copy() spreads them over the room that they will
+// take: each block of columns lies where the last of the blocks that it becomes will lie.
 #pragma once
 
 #include "attention/feed/params.h"
@@ -16,6 +19,12 @@
 #include "common/ptx/warp.cuh"
 
 namespace attn::feed {
+
+/// The block of a tile's memory to which a stored block is loaded. `spreads`: to be dequantized there; `wide_blocks`:
+/// of the dequantized tile.
+__device__ __forceinline__ int target_block(int block, bool spreads, int wide_blocks) {
+  return spreads ? min_of(2 * block + 1, wide_blocks - 1) : block;
+}
 
 /// The part of each KV tile that a warp of the producer loads: half of the tokens of K, or of V.
 template <class Traits>
@@ -38,6 +47,10 @@ struct KvShare {
                                               (is_wide(Traits::Shape::kDims) ? 0 : first_token / Shared::kPartTokens)) {
   }
 
+  /// Blocks of columns of a row that has been dequantized.
+  __device__ __forceinline__ int wide_blocks() const {
+    return is_v ? WgmmaVTile<Traits>::kBlocks : WgmmaKTile<Traits>::kBlocks;
+  }
   /// Blocks of columns of a row.
   __device__ __forceinline__ int blocks() const { return is_v ? VTile<Traits>::kBlocks : KTile<Traits>::kBlocks; }
   /// Bytes that TMA writes for blocks [first, end) of a row. It fills columns after the head's with zeros.
@@ -91,12 +104,13 @@ struct BoxCopier {
     return box;
   }
 
-  /// Blocks [kFirst, kEnd) of columns.
+  /// Blocks [kFirst, kEnd) of columns, to the tile of part number `part`. `stored`: the barrier that waits for them, if
+  /// they are spread; 0: they are not, and the part's waits.
   template <int kFirst, int kEnd>
   __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part,
-                                       ptx::CachePolicy policy) const {
+                                       ptx::CachePolicy policy, uint32_t stored = 0) const {
     const int lane = ptx::lane_id();
-    const uint32_t full = shared.kv_full(part);
+    const uint32_t full = stored != 0 ? stored : shared.kv_full(part);
     const uint32_t boxes = __popc(__ballot_sync(0xffffffffu, box.wanted));
     if (lane == 0) ptx::mbarrier_arrive_expect(full, boxes * params.box_tokens * share.row_bytes(kFirst, kEnd));
     __syncwarp();
@@ -107,8 +121,8 @@ struct BoxCopier {
 #pragma unroll
     for (int block = kFirst; block < kEnd; ++block) {
       if (block >= share.blocks()) break;
-      ptx::copy_box(target + block * Tile::kBlockBytes, map, full, block * Tile::kBoxColumns, box.row, head, box.page,
-                    policy);
+      ptx::copy_box(target + target_block(block, stored != 0, share.wide_blocks()) * Tile::kBlockBytes, map, full,
+                    block * Tile::kBoxColumns, box.row, head, box.page, policy);
     }
   }
 };
@@ -170,43 +184,44 @@ struct RowCopier {
     return rows;
   }
 
-  /// Blocks [kFirst, kEnd) of columns.
+  /// As BoxCopier::copy().
   template <int kFirst, int kEnd>
   __device__ __forceinline__ void copy(const Shared& shared, const Rows& rows, int32_t head, int part,
-                                       ptx::CachePolicy policy) const {
+                                       ptx::CachePolicy policy, uint32_t stored = 0) const {
     if (rows.is_run) {
-      copy_run<kFirst, kEnd>(shared, rows, head, part, policy);
+      copy_run<kFirst, kEnd>(shared, rows, head, part, policy, stored);
     } else {
       if constexpr (Traits::Shape::kQk == Traits::Shape::kV) {
-        gather<KTile<Traits>, kFirst, kEnd>(shared, rows, head, part);
+        gather<KTile<Traits>, kFirst, kEnd>(shared, rows, head, part, stored != 0);
       } else if (share.is_v) {
-        gather<VTile<Traits>, kFirst, kEnd>(shared, rows, head, part);
+        gather<VTile<Traits>, kFirst, kEnd>(shared, rows, head, part, stored != 0);
       } else {
-        gather<KTile<Traits>, kFirst, kEnd>(shared, rows, head, part);
+        gather<KTile<Traits>, kFirst, kEnd>(shared, rows, head, part, stored != 0);
       }
     }
     // wgmma reads what cp.async has written, ordered only by the barrier (ADR 17).
-    ptx::mbarrier_arrive_after_cp_async(shared.kv_full(part));
+    ptx::mbarrier_arrive_after_cp_async(stored != 0 ? stored : shared.kv_full(part));
   }
 
  private:
   template <int kFirst, int kEnd>
   __device__ __forceinline__ void copy_run(const Shared& shared, const Rows& rows, int32_t head, int part,
-                                           ptx::CachePolicy policy) const {
+                                           ptx::CachePolicy policy, uint32_t stored) const {
     if (ptx::lane_id() != 0) return;
-    const uint32_t full = shared.kv_full(part);
+    const uint32_t full = stored != 0 ? stored : shared.kv_full(part);
     ptx::mbarrier_expect(full, KvShare<Traits>::kTokens * share.row_bytes(kFirst, kEnd));
     const uint32_t target = ptx::shared_address(shared.kv(part)) + share.first_token * Tile::kRowBytes;
 #pragma unroll
     for (int block = kFirst; block < kEnd; ++block) {
       if (block >= share.blocks()) break;
-      ptx::copy_box(target + block * Tile::kBlockBytes, share.is_v ? params.v : params.k, full,
-                    block * Tile::kBoxColumns, rows.first, head, 0, policy);
+      ptx::copy_box(target + target_block(block, stored != 0, share.wide_blocks()) * Tile::kBlockBytes,
+                    share.is_v ? params.v : params.k, full, block * Tile::kBoxColumns, rows.first, head, 0, policy);
     }
   }
 
   template <class Tile, int kFirst, int kEnd>
-  __device__ __forceinline__ void gather(const Shared& shared, const Rows& rows, int32_t head, int part) const {
+  __device__ __forceinline__ void gather(const Shared& shared, const Rows& rows, int32_t head, int part,
+                                         bool spreads) const {
     using Pieces = RowPieces<Tile, 32>;
     constexpr int kRowsPerPass = Pieces::kRows;
     constexpr int kBatch = 8;  // passes whose row offsets are shuffled together, so that the lanes wait once
@@ -216,8 +231,13 @@ struct RowCopier {
     const char* base =
         static_cast<const char*>(tensor.data) + head * tensor.head_stride * Traits::KvElement::kBytes + chunk * 16;
     const uint32_t unit_bytes = static_cast<uint32_t>(Traits::KvElement::kBytes) << params.unit_shift;
-    const uint32_t target =
+    uint32_t target =
         ptx::shared_address(shared.kv(part)) + Tile::offset(share.first_token + lane / Pieces::kChunks, chunk);
+    if constexpr (Traits::kDequantizesInFeed) {
+      static_assert(Pieces::kPieces == 1, "a lane's chunks are in one block");
+      target += (target_block(chunk / 8, spreads, ceil_div(Tile::kHeadColumns, kBlockColumns)) - chunk / 8) *
+                Tile::kBlockBytes;
+    }
 #pragma unroll
     for (int batch = 0; batch < KvShare<Traits>::kTokens; batch += kBatch * kRowsPerPass) {
       uint32_t from[kBatch];

@@ -1,11 +1,12 @@
 // The producer warpgroup loads Q, K and V of a CTA's work items into shared memory, as far ahead of the consumers as
 // there is room. Only the producer reads the schedule. It describes work items to the consumers (work_item.cuh).
 //
-// Each of its four warps loads half of the tokens of every KV tile, of K or of V (kv_copiers.cuh). With wide heads over
-// an 8-bit cache all four dequantize tokens on the way (dequantizing_copier.cuh). The warps that load V also load Q
-// (query_loader.cuh).
+// Each of its four warps loads half of the tokens of every KV tile, of K or of V (kv_copiers.cuh), and may dequantize
+// them (dequantizer.cuh). With wide heads over an 8-bit cache all four dequantize tokens on the way
+// (dequantizing_copier.cuh). The warps that load V also load Q (query_loader.cuh).
 #pragma once
 
+#include "attention/feed/dequantizer.cuh"
 #include "attention/feed/dequantizing_copier.cuh"
 #include "attention/feed/kv_copiers.cuh"
 #include "attention/feed/params.h"
@@ -42,7 +43,7 @@ __device__ __forceinline__ void produce_item(const typename Traits::Params& tma_
   if constexpr (Traits::Variant::kHasScales) {
     if (item.num_kv_tiles > 0 && ptx::thread_id() < kFirstQueryThread + 32) {
       int32_t* const requests = const_cast<int32_t*>(shared.requests(shared.item(place.index)));
-      write_requests<typename Traits::Variant, tile_rows(kTwoWarpgroupKind), 32>(
+      write_requests<typename Traits::Variant, Traits::kTuning.item_rows(), 32>(
           tma_params.attention, item.rows, item.group, item.kv_head, ptx::lane_id(), requests);
     }
     __syncwarp();  // the thread that publishes the item publishes them, too
@@ -81,10 +82,16 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
   typename Shared::QPlace q_place;
   typename Shared::KvPlace place = typename Shared::KvPlace{}.ahead(share.part);
   const int32_t flags = cursor.now.flags;
+  // The pairs of a row tile are consecutive. RowCopier lacks the registers to keep the tile and reloads it, and so does
+  // what dequantizes wider heads.
+  constexpr bool kReloads =
+      Copier::kGathers || (Traits::kDequantizesInFeed && !leaves_registers(Traits::Shape::kDims.widest()));
   WorkQueue<Traits> queue(params, shared);
   if (flags & kUsesQueue) queue.begin(cursor);
   LoadedRowTile tile(params, cursor.now.tile);
   Copier copier(tma_params, share);
+  typename Conditional<Traits::kDequantizesInFeed, InPlaceDequantizer<Traits, Copier>, NoDequantizer>::Type dequantizer(
+      shared, share);
 
   // K and V are one tile, which the warps that load K load.
   const bool is_one_tile = kIsWide && tma_params.v_is_k;
@@ -123,8 +130,17 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
       copier.dequantize(shared, tile, head, end - cursor.now.kv_tile, look_up, place);
       cursor.now.kv_tile = end;
     } else {
-      if (!copies) cursor.now.kv_tile = end;
-      while (copies) {
+      bool is_filled = !copies;
+      if constexpr (Traits::kDequantizesInFeed) {
+        if (Traits::kFeedsAll || !for_mma) {
+          const int count = end - cursor.now.kv_tile, limited = for_mma ? count : tiles_after_mma;
+          dequantizer.fill(copier, tile, head, count, limited, policy, look_up, place);
+          if (Shared::kParts == 1) tiles_after_mma = for_mma ? Shared::kKvParts / 2 + 1 : tiles_after_mma - count;
+          is_filled = true;
+        }
+      }
+      if (is_filled) cursor.now.kv_tile = end;
+      while (!is_filled) {
         const auto found = copier.found(tile);
         const bool last = ++cursor.now.kv_tile == end;
         // Looks up the next KV tile's pages. Gathering takes long enough for the entries to arrive; TMA loads should be
@@ -154,8 +170,7 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
     cursor.next_pair(params.num_kv_heads);
     if (flags & kUsesQueue) queue.next(cursor);
     if (cursor.done()) break;
-    // The pairs of a row tile are consecutive. RowCopier lacks the registers to keep the tile and reloads it.
-    if (Copier::kGathers || cursor.now.head == 0 || (flags & kUsesQueue)) tile = LoadedRowTile(params, cursor.now.tile);
+    if (kReloads || cursor.now.head == 0 || (flags & kUsesQueue)) tile = LoadedRowTile(params, cursor.now.tile);
     item_begin = cursor.now.kv_tile;
     look_up();
   }

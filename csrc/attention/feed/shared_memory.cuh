@@ -51,6 +51,8 @@ struct SharedMemory {
   static constexpr int kConsumerWarps = Traits::kTuning.consumer_warps();
   static constexpr bool kIsWide = is_wide(Traits::Shape::kDims);
   static constexpr int kPartTokens = Traits::kTuning.kv_tile / kParts;
+  /// Parts of a tile as wgmma takes it. If it has two stages, consumers wait for the parts of the first.
+  static constexpr int kTileParts = kParts * max_of(Traits::kTuning.dequantized_stages, 1);
   using QPlace = RingPlace<kQStages>;
   using KvPlace = RingPlace<kKvParts>;  // its index is a part's
 
@@ -82,7 +84,7 @@ struct SharedMemory {
   }
   /// What score_scale() is for the item: in shared memory, because consumers have no register to keep it.
   __device__ __forceinline__ static const float& score_scale(const WorkItem& item) {
-    return *reinterpret_cast<const float*>(requests(item) + tile_rows(kTwoWarpgroupKind));
+    return *reinterpret_cast<const float*>(requests(item) + Traits::kTuning.item_rows());
   }
   __device__ __forceinline__ int32_t& queued_pair(int number) const {
     return reinterpret_cast<int32_t*>(base + kLayout.queued)[number];
@@ -102,6 +104,11 @@ struct SharedMemory {
   __device__ __forceinline__ char* probabilities() const { return base + kLayout.probabilities; }
   __device__ __forceinline__ uint32_t p_full() const { return q_full(2 * (kQStages + kKvParts) + 1); }
   __device__ __forceinline__ uint32_t p_free() const { return q_full(2 * (kQStages + kKvParts) + 2); }
+
+  /// Barrier number `number` of what a producer warp has loaded to dequantize it.
+  __device__ __forceinline__ uint32_t kv_stored(int warp, int number) const {
+    return q_full(2 * (kQStages + kKvParts) + 1 + warp * kStoredBarriers + number);
+  }
 
   /// Where piece number `piece` of a producer thread arrives.
   __device__ __forceinline__ char* staged(int piece) const {
@@ -130,6 +137,11 @@ struct SharedMemory {
     using Hooks = VariantHooks<typename Traits::Variant>;
     if constexpr (Hooks::kKey || Hooks::kValue || Traits::kMultipliesFloat8)
       ptx::mbarrier_init(transformed(), kConsumerWarps);
+    if constexpr (Traits::kDequantizesInFeed) {
+      for (int warp = 0; warp < kProducerThreads / 32; ++warp) {
+        for (int number = 0; number < kStoredBarriers; ++number) ptx::mbarrier_init(kv_stored(warp, number), lanes);
+      }
+    }
     if constexpr (kIsWide) {
       ptx::mbarrier_init(p_full(), kWarpgroupThreads / 32);
       ptx::mbarrier_init(p_free(), 2 * kWarpgroupThreads / 32);
@@ -143,6 +155,9 @@ struct SharedMemory {
   }
   __device__ __forceinline__ void wait_kv_free(const KvPlace& place) const {
     ptx::mbarrier_wait(kv_free(place.index), place.parity ^ 1);
+  }
+  __device__ __forceinline__ bool is_kv_free(const KvPlace& place) const {
+    return ptx::mbarrier_test(kv_free(place.index), place.parity ^ 1);
   }
 
   __device__ __forceinline__ void wait_q_full(const QPlace& place) const {

@@ -61,6 +61,12 @@ using KTile = SwizzledTile<typename Traits::KvElement, Traits::Shape::kQk, Trait
 template <class Traits>
 using VTile = SwizzledTile<typename Traits::KvElement, Traits::Shape::kV, Traits::kTuning.kv_tile>;
 
+// K and V as wgmma takes them: of an 8-bit cache, dequantized.
+template <class Traits>
+using WgmmaKTile = SwizzledTile<typename Traits::Element, Traits::Shape::kQk, Traits::kTuning.kv_tile>;
+template <class Traits>
+using WgmmaVTile = SwizzledTile<typename Traits::Element, Traits::Shape::kV, Traits::kTuning.kv_tile>;
+
 template <class Traits>
 __device__ __forceinline__ typename Traits::Variant variant_of(const AttentionParams& params, int32_t kv_head) {
   using Variant = typename Traits::Variant;

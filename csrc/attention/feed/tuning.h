@@ -51,6 +51,9 @@ struct Tuning {
   bool finds_runs = false;
   /// Pieces of 16 bytes that a producer thread has on their way (DequantizingCopier).
   int32_t staged_pieces = 0;
+  /// Stages that a tile takes once the producer has dequantized it (dequantizer.cuh). A stage has room for a stored
+  /// tile; kv_stages is a multiple. 0: the producer does not dequantize.
+  int32_t dequantized_stages = 0;
 
   ATTN_HD constexpr int32_t consumer_warps() const { return (has_third_consumer ? 3 : 2) * kWarpgroupThreads / 32; }
   ATTN_HD constexpr int32_t cta_threads() const { return kProducerThreads + 32 * consumer_warps(); }
@@ -58,6 +61,8 @@ struct Tuning {
     return has_third_consumer ? (512 - producer_registers) / 24 * 8 : (504 - producer_registers) / 2;
   }
   ATTN_HD constexpr int32_t q_rows() const { return tile_rows(max_kind); }  // of a Q tile
+  /// Of a work item, that have a place for their requests.
+  ATTN_HD constexpr int32_t item_rows() const { return max_of(q_rows(), tile_rows(kTwoWarpgroupKind)); }
 };
 
 ATTN_HD constexpr Tuning with_producer_registers(Tuning tuning, int32_t registers) {
@@ -74,9 +79,12 @@ constexpr int32_t kBlockRowBytes = 128;
 /// Columns of a row in one block of a tile that is multiplied.
 constexpr int32_t kBlockColumns = 64;
 
-/// Bytes after the WorkItem with an 8-bit cache: the requests of its rows, int32 [128], and what its scores are
+/// Bytes after the WorkItem with an 8-bit cache: the requests of its rows, int32 [item_rows()], and what its scores are
 /// multiplied by.
-constexpr int32_t kItemScalesBytes = tile_rows(kTwoWarpgroupKind) * 4 + 16;
+ATTN_HD constexpr int32_t item_scales_bytes(const Tuning& tuning) { return tuning.item_rows() * 4 + 16; }
+
+/// Producer warps, each with this number of mbarriers of what it has loaded and not dequantized.
+constexpr int32_t kStoredBarriers = 2;
 
 /// Byte offsets of the parts of a CTA's dynamic shared memory. `element_bytes`: of Q and O; `kv_element_bytes`: of K
 /// and V.
@@ -92,11 +100,12 @@ struct SharedLayout {
   int32_t probabilities;      // of wide heads: elements [64 rows][kv_tile]
   int32_t staged;             // [staged_pieces][kProducerThreads] pieces of 16 bytes of an 8-bit cache
   int32_t row_states;         // float [2 (maximum, sum)][kSharingWarps][16]; of wide heads [3 (and correction)][64]
-  int32_t items;              // WorkItem [q_stages], each with kItemScalesBytes if the cache is of 8 bits
+  int32_t items;              // WorkItem [q_stages], each with item_scales_bytes() if the cache is of 8 bits
   int32_t item_bytes;
   int32_t queued;    // int32 [2]: pairs from the work queue
   int32_t barriers;  // mbarriers: q_full, q_free [q_stages], kv_full, kv_free [kv_stages][stage_parts], transformed;
-                     // of wide heads p_full, p_free
+                     // of wide heads p_full, p_free; of tiles that the producer dequantizes kv_stored [its warps]
+                     // [kStoredBarriers]
   int32_t bytes;
 
   /// stored_bytes: of an element of the cache.
@@ -108,9 +117,10 @@ struct SharedLayout {
 
  private:
   /// Columns that the stages have room for. With an odd number of them each holds K and V in turn; wide V may be in K's
-  /// bytes, and then all stages hold both.
+  /// bytes, and then all stages hold both. Dequantized tiles take stages of both.
   ATTN_HD static constexpr HeadDims stage_dims(HeadDims dims, const Tuning& tuning) {
-    return tuning.kv_stages % 2 == 0 && !is_wide(dims) ? dims : HeadDims(dims.widest());
+    return tuning.kv_stages % 2 == 0 && !is_wide(dims) && tuning.dequantized_stages == 0 ? dims
+                                                                                         : HeadDims(dims.widest());
   }
 
   /// kv_element_bytes: of tiles.
@@ -122,17 +132,19 @@ struct SharedLayout {
         k_stage_bytes(tuning.kv_tile * tile_row_bytes(stage_dims(dims, tuning).qk, kv_element_bytes)),
         v_stage_bytes(tuning.kv_tile * tile_row_bytes(stage_dims(dims, tuning).v, kv_element_bytes)),
         dequantized(kv + ceil_div(tuning.kv_stages, 2) * k_stage_bytes + tuning.kv_stages / 2 * v_stage_bytes),
-        dequantized_bytes(
-            kv_element_bytes == element_bytes ? 0 : tuning.kv_tile * tile_row_bytes(dims.widest(), element_bytes)),
+        dequantized_bytes(kv_element_bytes == element_bytes || tuning.dequantized_stages > 0
+                              ? 0
+                              : tuning.kv_tile * tile_row_bytes(dims.widest(), element_bytes)),
         probabilities(dequantized + 2 * dequantized_bytes),
         staged(probabilities + (is_wide(dims) ? 64 * tuning.kv_tile * 2 : 0)),
         row_states(staged + tuning.staged_pieces * kProducerThreads * 16),
         items(row_states + 2 * kSharingWarps * 16 * 4),
-        item_bytes(kWorkItemBytes + (has_scales ? kItemScalesBytes : 0)),
+        item_bytes(kWorkItemBytes + (has_scales ? item_scales_bytes(tuning) : 0)),
         queued(items + tuning.q_stages * item_bytes),
         barriers(queued + 2 * 4),
         bytes(barriers + 2 * (tuning.q_stages + tuning.kv_stages * tuning.stage_parts) * 8 +
-              (is_wide(dims) ? 3 : 1) * 8) {}
+              (is_wide(dims) ? 3 : 1) * 8 +
+              (tuning.dequantized_stages > 0 ? kProducerThreads / 32 * kStoredBarriers * 8 : 0)) {}
 };
 
 }  // namespace attn::feed

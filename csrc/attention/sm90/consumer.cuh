@@ -35,7 +35,7 @@ __device__ __forceinline__ void sync_warpgroup() {
   ptx::barrier_sync(kWarpgroupBarrier + warpgroup(), kWarpgroupThreads);
 }
 
-/// A consumer's place in the ring of K and V tiles. Each function acts on all parts of a tile.
+/// A consumer's place in the ring of K and V tiles, as wgmma takes them. Each function acts on all parts of a tile.
 template <class Traits>
 struct KvRing {
   using Shared = SharedMemory<Traits>;
@@ -62,9 +62,9 @@ struct KvRing {
   }
   __device__ __forceinline__ void free_tile(Place place) const {
 #pragma unroll
-    for (int part = 0; part < Shared::kParts; ++part, ++place.index) shared.free_kv(place, 1);
+    for (int part = 0; part < Shared::kTileParts; ++part, ++place.index) shared.free_kv(place, 1);
   }
-  __device__ __forceinline__ void next_tile() { kv = kv.ahead(Shared::kParts); }
+  __device__ __forceinline__ void next_tile() { kv = kv.ahead(Shared::kTileParts); }
 };
 
 /// Goes through the KV tiles of an item. A variant may skip tiles; under a bias the last tile comes first.

@@ -3,8 +3,8 @@
 // memory at the end.
 //
 // Over an 8-bit cache, a warp dequantizes its tokens in registers. If a variant transforms them, the warp first
-// dequantizes them into its rows of a tile that wgmma reads in larger row tiles. There it transforms and multiplies
-// them.
+// dequantizes them into its rows of a tile that wgmma reads in larger row tiles, unless the producer has done so. There
+// it transforms and multiplies them.
 #pragma once
 
 #include "attention/sm90/consumer.cuh"
@@ -38,14 +38,16 @@ struct Decode {
   using Shared = SharedMemory<Traits>;
   using Walk = KvWalk<Traits>;
   using Query = QTile<Traits>;
-  using Keys = typename Conditional<Switches::kDequantizesInTiles, WgmmaKTile<Traits>, KTile<Traits>>::Type;
-  using Values = typename Conditional<Switches::kDequantizesInTiles, WgmmaVTile<Traits>, VTile<Traits>>::Type;
+  using Keys = typename Conditional<Switches::kDequantizesInRegisters, KTile<Traits>, WgmmaKTile<Traits>>::Type;
+  using Values = typename Conditional<Switches::kDequantizesInRegisters, VTile<Traits>, WgmmaVTile<Traits>>::Type;
   using Held = HeldQuery<Element, Query, Traits::Shape::kQkMultiplied, Traits::kVColumns>;
   using State =
       WarpState<typename Conditional<Switches::kDequantizesInRegisters, typename Held::Multiplied, Element>::Type,
                 Traits::kVColumns, 1>;
   static constexpr int kQkColumns = Traits::Shape::kQkMultiplied;
-  static constexpr int kParts = Shared::kParts;
+  static constexpr int kTileParts = Switches::kDequantizesInRegisters ? Shared::kParts : Shared::kTileParts;
+  static constexpr bool kHasSecondStage = kTileParts > Shared::kParts;
+  static_assert(!Traits::kTuning.has_third_consumer || Shared::kTileParts == Shared::kParts, "as skip() frees tiles");
   static constexpr int kTokens = Shared::kPartTokens / 4;  // of a KV tile, that a warp takes
   static constexpr int kFreedFor = 2;  // warps: its own, and one of the warpgroup that does not read the part
 
@@ -91,11 +93,11 @@ struct Decode {
     KvTileStart next{token, false};  // where the next iteration's KV tile begins
     for (int tile = 0; tile < item.num_kv_tiles; ++tile,
              token = Switches::kSkipsTiles ? Walk::enter(next, rows) + row : token + Walk::kStep,
-             ring.kv = ring.kv.ahead(2 * kParts)) {
+             ring.kv = ring.kv.ahead(2 * kTileParts)) {
       if constexpr (Switches::kSkipsTiles)
         next = Walk::next(params, item, token, item.num_kv_tiles - tile - 1);  // early: it may have to be loaded
       const typename Shared::KvPlace keys = ring.kv.ahead(part);
-      const typename Shared::KvPlace values = ring.kv.ahead(kParts + part);
+      const typename Shared::KvPlace values = ring.kv.ahead(kTileParts + part);
       if (!Switches::kSharesTiles && tile % 2 != warpgroup()) {
         // This warpgroup may need the same parts in the ring's next round. A wait tells phases apart by their parity
         // only, so it must see this phase of their barriers, too.
@@ -120,6 +122,7 @@ struct Decode {
         state.template scores<kQkColumns, kTokens, Query, Keys>(s, q, k);
       }
       shared.free_kv(keys, kFreedFor);
+      if constexpr (kHasSecondStage) shared.free_kv(keys.ahead(Shared::kParts), kFreedFor);
 
       // P = softmax(S)
       scores.finish(item, s, 0, token, constants, rows);
@@ -143,6 +146,7 @@ struct Decode {
       else
         state.template accumulate<kTokens, Values>(p, v);
       shared.free_kv(values, kFreedFor);
+      if constexpr (kHasSecondStage) shared.free_kv(values.ahead(Shared::kParts), kFreedFor);
     }
 
     // Epilogue: the warps' states merge.

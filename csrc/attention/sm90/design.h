@@ -129,7 +129,7 @@ inline int32_t make_arguments(const LatentAttentionParams& params, const LaunchC
            (!has_rope || encode_rows(params, context, rope.data, context.q_dtype, context.dims.qk - q_columns,
                                      rope.row_stride, rope.head_stride, packed_rows, rope_map));
   };
-  const int32_t tile_rows = tuning(context.dims, bytes_of(context.kv_dtype)).q_rows();
+  const int32_t tile_rows = tuning(context.dims, context.kv_form).q_rows();
   tma.has_row_maps = encode_q(tile_rows, tma.q, tma.q_rope_tile) &&
                      encode_rows(params, context, params.o, context.o_dtype, context.dims.v, params.o_row_stride,
                                  params.o_head_stride, kWarpRows, tma.o);
@@ -148,19 +148,17 @@ constexpr KernelDesign make_design() {
   design.name = "sm90";
   design.costs = kCosts;
   design.invariant_costs = costs_of_whole_pairs();
-  design.max_kind = [](HeadDims dims, int32_t kv_element_bytes) { return tuning(dims, kv_element_bytes).max_kind; };
+  design.max_kind = [](HeadDims dims, KvForm kv) { return tuning(dims, kv).max_kind; };
   // Only where every row tile is then full (ADR 34).
   design.halves_row_tiles = [](HeadDims dims, int32_t group_size) {
     return is_latent(dims) && group_size % (2 * tuning(dims).q_rows()) == 0;
   };
-  design.forms_clusters = [](int32_t kv_element_bytes) { return kv_element_bytes == 1; };
-  design.kv_tile = [](HeadDims dims, int32_t kv_element_bytes) { return tuning(dims, kv_element_bytes).kv_tile; };
+  design.forms_clusters = [](KvForm kv) { return kv.element_bytes == 1; };
+  design.kv_tile = [](HeadDims dims, KvForm kv) { return tuning(dims, kv).kv_tile; };
   design.kernels[kByBoxes] = "attention";
   design.kernels[kByRows] = "attention_rows";
-  design.threads = [](HeadDims dims, int32_t kv_element_bytes) { return tuning(dims, kv_element_bytes).cta_threads(); };
-  design.shared_bytes = [](HeadDims dims, int32_t kv_element_bytes) {
-    return shared_layout(dims, kv_element_bytes).bytes;
-  };
+  design.threads = [](HeadDims dims, KvForm kv) { return tuning(dims, kv).cta_threads(); };
+  design.shared_bytes = [](HeadDims dims, KvForm kv) { return shared_layout(dims, kv).bytes; };
   design.prefetches_code = true;
   design.make_arguments = make_arguments;
   return design;

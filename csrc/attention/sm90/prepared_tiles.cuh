@@ -158,7 +158,7 @@ struct PreparedTiles {
   /// started, and the tensor cores work meanwhile. `left`: KV tiles of the item after that one.
   __device__ __forceinline__ void prepare_early(const WorkItem& item, int32_t token, int32_t left) const {
     if constexpr (Traits::kTransformsEarly)
-      transform(item, ring.kv.ahead(Shared::kParts), ring.kv.ahead(2 * Shared::kParts), token, left > 0, left);
+      transform(item, ring.kv.ahead(Shared::kTileParts), ring.kv.ahead(2 * Shared::kTileParts), token, left > 0, left);
   }
 
   /// Waits for and prepares the tiles that are multiplied together: the V tile from `token` on and, if `has_keys`, the

@@ -32,7 +32,7 @@ ATTN_HD constexpr Tuning first_for(const Tuning (&tunings)[kCount], HeadDims dim
 /// others, and all wait for the last (ADR 18). Where stages have no parts, more than kv_stages - 2 would be wrong: the
 /// producer would not wait for a warpgroup that only waits for a tile. keeps_maxima and finds_runs take registers that
 /// the output of wide heads needs.
-ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
+ATTN_HD constexpr Tuning tuning(HeadDims dims, KvForm kv = 2) {
   constexpr Tuning kTunings[] = {
       {.max_qk = 64,
        .max_v = 64,
@@ -162,7 +162,58 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
        .producer_registers = 112,
        .has_third_consumer = true},
   };
-  return kv_element_bytes == 1 ? first_for(kFloat8Tunings, dims) : first_for(kTunings, dims);
+  // 8-bit caches that the producer dequantizes. Consumers are as over 16-bit caches. Row tiles of 16 rows have as many
+  // tiles in flight as over other 8-bit caches.
+  constexpr Tuning kFeedTunings[] = {
+      {.max_qk = 64,
+       .max_v = 64,
+       .max_kind = kTwoWarpgroupKind + 1,
+       .kv_tile = 128,
+       .q_stages = 2,
+       .kv_stages = 10,
+       .stage_parts = 2,
+       .max_parts_in_flight = 20,
+       .producer_registers = 80,
+       .has_third_consumer = true,
+       .waits_for_products = true,
+       .keeps_maxima = true,
+       .finds_runs = true,
+       .dequantized_stages = 1},
+      {.max_qk = 128,
+       .max_v = 128,
+       .max_kind = kTwoWarpgroupKind,
+       .kv_tile = 128,
+       .q_stages = 2,
+       .kv_stages = 10,
+       .stage_parts = 2,
+       .max_parts_in_flight = 12,
+       .producer_registers = 88,
+       .keeps_maxima = true,
+       .finds_runs = true,
+       .dequantized_stages = 2},
+      {.max_qk = 192,
+       .max_v = 192,
+       .max_kind = kTwoWarpgroupKind,
+       .kv_tile = 64,
+       .q_stages = 1,
+       .kv_stages = 10,
+       .stage_parts = 1,
+       .max_parts_in_flight = 4,
+       .producer_registers = 88,
+       .dequantized_stages = 2},
+      {.max_qk = 256,
+       .max_v = 256,
+       .max_kind = kTwoWarpgroupKind,
+       .kv_tile = 64,
+       .q_stages = 1,
+       .kv_stages = 10,
+       .stage_parts = 1,
+       .max_parts_in_flight = 4,
+       .producer_registers = 72,
+       .dequantized_stages = 2},
+  };
+  if (kv.in_feed && kv.element_bytes == 1 && !is_wide(dims)) return first_for(kFeedTunings, dims);
+  return kv.element_bytes == 1 ? first_for(kFloat8Tunings, dims) : first_for(kTunings, dims);
 }
 
 /// Columns of O that products make, at least `columns`; not of wide heads.
@@ -177,8 +228,8 @@ ATTN_HD constexpr bool multiplies_float8(HeadDims dims) {
 }
 
 /// Byte offsets in a CTA's shared memory.
-ATTN_HD constexpr SharedLayout shared_layout(HeadDims dims, int32_t stored_bytes = 2) {
-  return SharedLayout::of(dims, tuning(dims, stored_bytes), 2, stored_bytes);
+ATTN_HD constexpr SharedLayout shared_layout(HeadDims dims, KvForm kv = 2) {
+  return SharedLayout::of(dims, tuning(dims, kv), 2, kv.element_bytes);
 }
 
 static_assert(shared_layout(64).bytes <= 227 * 1024 && shared_layout(128).bytes <= 227 * 1024 &&
@@ -187,7 +238,10 @@ static_assert(shared_layout(64).bytes <= 227 * 1024 && shared_layout(128).bytes 
                   shared_layout(64, 1).bytes <= 227 * 1024 && shared_layout(128, 1).bytes <= 227 * 1024 &&
                   shared_layout(HeadDims(256, 128), 1).bytes <= 227 * 1024 &&
                   shared_layout(256, 1).bytes <= 227 * 1024 && shared_layout(512, 1).bytes <= 227 * 1024 &&
-                  shared_layout(HeadDims(576, 512), 1).bytes <= 227 * 1024,
+                  shared_layout(HeadDims(576, 512), 1).bytes <= 227 * 1024 &&
+                  shared_layout(64, KvForm(1, true)).bytes <= 227 * 1024 &&
+                  shared_layout(128, KvForm(1, true)).bytes <= 227 * 1024 &&
+                  shared_layout(256, KvForm(1, true)).bytes <= 227 * 1024,
               "a block's limit");
 
 }  // namespace attn::sm90

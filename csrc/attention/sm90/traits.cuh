@@ -1,4 +1,4 @@
-// The Hopper design's additions to a kernel's traits, and the tiles that only its consumers use.
+// The Hopper design's additions to a kernel's traits, and the tile that only its consumers use.
 #pragma once
 
 #include "attention/feed/params.h"
@@ -10,14 +10,24 @@
 
 namespace attn::sm90 {
 
-/// Kernel: its Traits.
-template <class Kernel>
+/// Kernel: its Traits. kInFeed: the producer dequantizes K and V of 8-bit caches under 16-bit Q, and consumers run the
+/// loops of 16-bit caches (feed/dequantizer.cuh). Off in all kernels until it has been timed on a GPU: HOPPER_FEED in
+/// manifest.py.
+template <class Kernel, bool kInFeed = false>
 struct HopperTraits : Kernel {
   using Shape = typename Kernel::Shape;
   using Hooks = VariantHooks<typename Kernel::Variant>;
   using Params = typename Conditional<Kernel::kIsLatent, LatentTmaParams, TmaParams>::Type;  // of a launch
 
-  static constexpr Tuning kTuningOfShape = tuning(Shape::kDims, Kernel::StoredElement::kBytes);
+  static constexpr KvForm kKvForm{Kernel::StoredElement::kBytes, kInFeed && !Kernel::kHasFloat8Query};
+  static constexpr Tuning kTuningOfShape = tuning(Shape::kDims, kKvForm);
+  static constexpr bool kDequantizesInFeed = kTuningOfShape.dequantized_stages > 0;
+  /// Also of row tiles for mma.sync, because a variant transforms them. Other tiles for mma.sync stay as they are
+  /// stored, and are dequantized in registers.
+  static constexpr bool kFeedsAll = kDequantizesInFeed && Kernel::kTransformsCache;
+  // Consumers dequantize the rest.
+  static constexpr bool kDequantizes = Kernel::kDequantizes && !kDequantizesInFeed;
+  static constexpr bool kDequantizesInTiles = Kernel::kDequantizesInTiles && !kDequantizesInFeed;
   /// K and V are transformed in the ring while the tiles before them are multiplied (prepared_tiles.cuh). Not where the
   /// ring may have fewer than four tiles in use (Tuning::max_parts_in_flight): this needs two tiles after those that
   /// are multiplied. There registers are scarce, too.
@@ -48,11 +58,5 @@ struct HopperTraits : Kernel {
 /// Rows of O on their way to global memory, where Q was.
 template <class Traits>
 using OTile = SwizzledTile<typename Traits::OutElement, Traits::Shape::kV, Traits::kTuning.q_rows()>;
-
-// K and V as wgmma takes them: of an 8-bit cache, dequantized.
-template <class Traits>
-using WgmmaKTile = SwizzledTile<typename Traits::Element, Traits::Shape::kQk, Traits::kTuning.kv_tile>;
-template <class Traits>
-using WgmmaVTile = SwizzledTile<typename Traits::Element, Traits::Shape::kV, Traits::kTuning.kv_tile>;
 
 }  // namespace attn::sm90
