@@ -1,4 +1,4 @@
-"""Python programs in processes of their own, as forks of a process that has imported torch: the import takes
+"""Python programs in separate processes, as forks of a process that has imported torch: the import takes
 longer than most of the programs.
 
 The process that is forked has not imported attn_backend, so each program loads the library afresh, with its
@@ -25,7 +25,7 @@ MODULES = ("numpy", "torch")
 def run(program: str, arguments: Sequence[str], environment: dict[str, str]) -> str:
     """Runs the text of a program, like `python -c`, and returns its standard output.
 
-    Modules are found where this process finds them.
+    Modules are found where this process finds them. OpenMP has one thread.
 
     Raises:
         AssertionError: its exit status is not 0; the end of its standard error.
@@ -44,7 +44,8 @@ def _forked_process() -> Connection:
     """A connection to the process that is forked; it ends with this one."""
     connection, other = Pipe()
     command = [sys.executable, "-P", __file__, str(other.fileno())]
-    subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[other.fileno()])
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # read when torch is imported
+    subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[other.fileno()], env=environment)
     other.close()
     return connection
 
