@@ -17,7 +17,7 @@ import oracle
 import pytest
 import torch
 import variant_sources
-from tiers import mostly_slow
+from tiers import HAS_GPU, mostly_slow
 from variant_sources import ALIBI, ALIBI_CPP, SLANTED, SQUARED
 
 from attn_backend import Attention, BSRView, Composition, KVCache, PageTable, Variant
@@ -69,11 +69,11 @@ import sys
 import cases, test_attention_variant, torch
 
 torch.set_num_threads(1)
-first, count, isa = map(int, sys.argv[1:4])
-dtypes = [torch.bfloat16, torch.float16, torch.float32]
+first, count, turn = map(int, sys.argv[1:4])
+dtypes = [getattr(torch, name) for name in sys.argv[4:]]
 names = list(test_attention_variant.VARIANTS)
 for seed in range(first, first + count):
-    dtype = dtypes[(seed if isa < 0 else seed // 3 + isa) % 3]
+    dtype = dtypes[(seed if turn < 0 else seed // 3 + turn) % len(dtypes)]
     spec = cases.random_spec(seed, "cpu").with_(dtype=dtype)
     test_attention_variant.check_case(spec, test_attention_variant.VARIANTS[names[seed // 3 % len(names)]])
 """
@@ -86,10 +86,11 @@ def test_random_cases(isa: str, first: int) -> None:
     """Each variant in each dtype.
 
     A library takes more than a second to compile. So without a GPU each variant has one dtype for an
-    instruction set, and another one for the next.
+    instruction set, and another one for the next. AMX multiplies only bfloat16.
     """
-    turn = -1 if torch.cuda.is_available() else cpu_isa.ISAS.index(isa)
-    forked_python.run(RUN, [str(first), "18", str(turn)], cpu_isa.environment(isa))
+    turn = -1 if HAS_GPU else cpu_isa.ISAS.index(isa)
+    dtypes = ["bfloat16", *([] if isa == "amx" and not HAS_GPU else ["float16", "float32"])]
+    forked_python.run(RUN, [str(first), "18", str(turn), *dtypes], cpu_isa.environment(isa))
 
 
 @pytest.mark.gpu
