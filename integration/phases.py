@@ -33,7 +33,7 @@ PHASES = {
     ],
 }
 DURATIONS = {
-    "test": "about 25 to 40 minutes on two idle cores, longer on busy ones. The first time 3 to 10 minutes "
+    "test": "about 15 to 25 minutes on two idle cores, longer on busy ones. The first time 3 to 10 minutes "
     "more for the environment (1.3 GB of downloads)",
     "check": "about 3 minutes. The first time 2 to 5 minutes more for the environment (0.4 GB of downloads)",
 }

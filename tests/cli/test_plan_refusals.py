@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import forked_python
 import pytest
 from tiers import mostly_slow
 
@@ -46,16 +45,9 @@ def plan(*batches: list[str], memory: int = 4 * GIB) -> tuple[list[tuple[int, st
 
     Runs in a separate process.
     """
-    command = [sys.executable, "-c", LIMITED, str(memory), json.dumps(batches)]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=300,
+    results, taken = json.loads(
+        forked_python.run(LIMITED, [str(memory), json.dumps(batches)], dict(os.environ))
     )
-    results, taken = json.loads(done.stdout)
     return results, taken
 
 

@@ -21,6 +21,7 @@ import torch
 from compositions import Shape, cascade_problem
 from device_attention import CACHES, DeviceAttention
 from device_forests import FORMS
+from tiers import distinct, in_turn
 
 from attn_backend import Attention, BSRView, KVCache, PageTable, SelectedTokens
 
@@ -104,8 +105,9 @@ def test_heads_that_do_not_fill_a_row_of_a_tile(emulated: Path, kernel: str, hea
     states. The next head, or NaN, follows a head's columns.
     """
     caches = [CACHES[name] for name in ("pages", "small pages", "tokens in runs", "ragged")]
-    for number, cache in enumerate(caches):
-        dtype = (torch.bfloat16, torch.float16)[head_dim // 8 % 2]
+    dtype = (torch.bfloat16, torch.float16)[head_dim // 8 % 2]
+    turn = head_dim // 8 + KERNELS.index(kernel)
+    for number, cache in in_turn(caches, turn, without_gpu=2):
         spec = cases.Spec(
             (1, 70, 3, 20),
             (200, 70, 300, 150),
@@ -133,7 +135,10 @@ def test_heads_that_do_not_fill_a_row_of_a_tile(emulated: Path, kernel: str, hea
     problem.check()
 
 
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (72, 200), (56, 32), (72, 96)])
+WIDTHS = [(192, 128), (56, 32), (72, 200), (72, 96)]
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), distinct(WIDTHS, repeated={3}))
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_keys_and_values_of_different_widths(
     emulated: Path, kernel: str, head_dim: int, head_dim_v: int
@@ -141,7 +146,9 @@ def test_keys_and_values_of_different_widths(
     """As above. V has separate memory, or lies in K's memory if V is narrower."""
     caches = [CACHES[name] for name in ("pages", "small pages", "tokens in runs", "ragged", "large pages")]
     dtype = (torch.bfloat16, torch.float16)[head_dim_v // 8 % 2]
-    for number, cache in enumerate(caches):
+    # in each kernel one of these has V in K's memory (number 4)
+    turn = WIDTHS.index((head_dim, head_dim_v)) + 3 * KERNELS.index(kernel)
+    for number, cache in in_turn(caches, turn, without_gpu=3):
         group_size = 1 + 2 * (number % 2)
         spec = cases.Spec(
             (1, 70, 3, 20),
@@ -183,7 +190,9 @@ def test_wide_heads(emulated: Path, kernel: str, head_dim: int, head_dim_v: int,
     memory or in K's memory.
     """
     names = ("pages", "small pages", "tokens in runs", "ragged", "large pages")
-    for number, group_size in enumerate((16, 3, 1, 4, 128)):
+    # Hopper's kernel gathers each of these heads (numbers 1 and 2)
+    turn = WIDE.index((head_dim, head_dim_v, v_in_k)) + 3 * KERNELS.index(kernel)
+    for number, group_size in in_turn((16, 3, 1, 4, 128), turn, without_gpu=3):
         qo_lens, kv_lens = (
             ((1, 5, 1, 2), (200, 5, 300, 150)) if group_size > 4 else ((1, 40, 3), (130, 40, 210))
         )

@@ -5,25 +5,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import cpu_isa
+import forked_python
 import pytest
 import torch
 from tiers import mostly_slow
 
-HELPERS = Path(__file__).resolve().parents[1] / "helpers"
-
 RUN = """
 import sys
-sys.path.insert(0, sys.argv[1])
 import case_tensors, cases, torch
 
 torch.set_num_threads(1)
-for seed in range(int(sys.argv[2]), int(sys.argv[3])):
+for seed in range(int(sys.argv[1]), int(sys.argv[2])):
     case = case_tensors.build(cases.random_spec(seed, "cpu"), "cpu")
     attention = case.attention()
     attention.plan(case.view)
@@ -59,18 +54,12 @@ def test_the_best_set_is_what_the_operating_system_says() -> None:
 @pytest.mark.parametrize("first", mostly_slow([2000, 2020], fast=1))
 @pytest.mark.parametrize("isa", cpu_isa.ISAS)
 def test_random_cases(isa: str, first: int) -> None:
-    environment = cpu_isa.environment(isa) | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", RUN, str(HELPERS), str(first), str(first + 20)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    forked_python.run(RUN, [str(first), str(first + 20)], cpu_isa.environment(isa))
 
 
 @pytest.mark.parametrize("isa", cpu_isa.ISAS)
 def test_8_bit_caches(isa: str) -> None:
-    environment = cpu_isa.environment(isa) | {"PYTHONPATH": os.pathsep.join(sys.path)}
     program = """
-import sys
-sys.path.insert(0, sys.argv[1])
 import cases, float8_cases, torch
 
 torch.set_num_threads(1)
@@ -85,22 +74,12 @@ for seed, (head_dim, dtype) in enumerate((d, t) for d in (64, 72, 128, 256) for 
     problem.case.run(attention, out=problem.case.out, lse=problem.case.lse)
     problem.check(problem.case.out, problem.case.lse)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(HELPERS)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    forked_python.run(program, [], cpu_isa.environment(isa))
 
 
 @pytest.mark.parametrize("isa", cpu_isa.ISAS)
 def test_caches_of_the_other_16_bit_type(isa: str) -> None:
-    environment = cpu_isa.environment(isa) | {"PYTHONPATH": os.pathsep.join(sys.path)}
     program = """
-import sys
-sys.path.insert(0, sys.argv[1])
 import cases, mixed_cases, torch
 
 torch.set_num_threads(1)
@@ -114,24 +93,14 @@ for seed, (head_dim, dtype) in enumerate((d, t) for d in (64, 72, 128) for t in 
     case.run(attention, out=case.out, lse=case.lse)
     mixed_cases.check(case, case.out, case.lse)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(HELPERS)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    forked_python.run(program, [], cpu_isa.environment(isa))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("isa", cpu_isa.ISAS)
 def test_every_head_dim(isa: str, dtype: torch.dtype) -> None:
-    environment = cpu_isa.environment(isa) | {"PYTHONPATH": os.pathsep.join(sys.path)}
     program = f"""
-import sys
-sys.path.insert(0, sys.argv[1])
 import case_tensors, cases, torch
 
 torch.set_num_threads(1)
@@ -145,11 +114,4 @@ for head_dim in range(8, 257, 8):
         case.run(attention, out=case.out, lse=case.lse)
         case_tensors.check(case, case.out, case.lse)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(HELPERS)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    forked_python.run(program, [], cpu_isa.environment(isa))

@@ -6,6 +6,7 @@ As "hopper_feed" the producer dequantizes for wgmma.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from float8_cases import (
     Needle,
     rounded_cache,
 )
+from tiers import distinct, in_turn
 
 from attn_backend import KVCache
 
@@ -64,13 +66,14 @@ def run_and_check(
     return attention.launched
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("form", distinct(FORMS, repeated={4}), ids=str)
 @pytest.mark.parametrize("kernel", FLOAT8_KERNELS)
 def test_random_cases(emulated: Path, kernel: str, form: tuple[torch.dtype, int]) -> None:
     """Pages of 1 to 64 tokens, windows, soft caps, scales of every form, shared prefixes."""
     dtype, head_dim = form
     kv_dtype = DTYPES[dtype == torch.float16]
-    for number, (qo_lens, kv_lens) in enumerate(BATCHES):
+    turn = FORMS.index(form) + FLOAT8_KERNELS.index(kernel)
+    for number, (qo_lens, kv_lens) in in_turn(BATCHES, turn, without_gpu=2):
         rng = numpy.random.default_rng([number, head_dim, 82])
         spec = cases.Spec(
             qo_lens,
@@ -106,13 +109,17 @@ def test_random_cases(emulated: Path, kernel: str, form: tuple[torch.dtype, int]
 
 @pytest.mark.parametrize(
     ("kernel", "form"),
-    [*(("hopper", form) for form in FORMS), *(("generic", form) for form in FORMS[1:3])],
+    [
+        *(("hopper", form) for form in distinct(FORMS, repeated={4})),
+        *(("generic", form) for form in FORMS[1:3]),
+    ],
     ids=str,
 )
 def test_queries_of_8_bits(emulated: Path, kernel: str, form: tuple[torch.dtype, int]) -> None:
     """The generic kernel always dequantizes Q as it loads it: whole rows of a tile, and partial ones."""
     dtype, head_dim = form
-    for number, (qo_lens, kv_lens) in enumerate(BATCHES):
+    turn = FORMS.index(form) + FLOAT8_KERNELS.index(kernel)
+    for number, (qo_lens, kv_lens) in in_turn(BATCHES, turn, without_gpu=2):
         rng = numpy.random.default_rng([number, head_dim, 84])
         spec = cases.Spec(
             qo_lens,
@@ -188,7 +195,9 @@ def test_8_bit_products_of_variants(emulated: Path) -> None:
         assert (case.lse[: case.rows].double() - expected_lse).abs().max() <= MULTIPLIED_LSE_TOLERANCE
 
 
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (72, 200), (128, 64)])
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), distinct([(192, 128), (72, 200), (128, 64)], repeated={2})
+)
 @pytest.mark.parametrize("kernel", FLOAT8_KERNELS)
 def test_heads_of_different_widths(emulated: Path, kernel: str, head_dim: int, head_dim_v: int) -> None:
     """Loaded by TMA, gathered, in runs of tokens; V in separate memory."""
@@ -198,7 +207,8 @@ def test_heads_of_different_widths(emulated: Path, kernel: str, head_dim: int, h
         {"page_size": 1, "run_pages": 1000},
         {"page_size": 1, "table_form": "ragged", "cache_form": "ragged"},
     ]
-    for number, cache in enumerate(caches):
+    turn = (192, 72, 128).index(head_dim) + FLOAT8_KERNELS.index(kernel)
+    for number, cache in in_turn(caches, turn, without_gpu=2):
         spec = cases.Spec(
             *BATCHES[number % 2 * 3],
             num_kv_heads=2,
@@ -236,8 +246,11 @@ WIDE_BATCHES = (
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    distinct(itertools.product(KERNELS, (torch.bfloat16, torch.float16)), repeated={0, 3}),
+    ids=str,
+)
 def test_wide_heads(emulated: Path, kernel: str, dtype: torch.dtype) -> None:
     """Dequantized on the way to shared memory, and scaled like other heads."""
     for number, (qo_lens, kv_lens, heads, cache, scales) in enumerate(WIDE_BATCHES):

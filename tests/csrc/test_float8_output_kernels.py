@@ -18,6 +18,7 @@ from compositions import Shape, cascade_problem
 from device_attention import CACHES, KERNELS, DeviceAttention
 from float8_cases import MULTIPLIED_TOLERANCE, TOLERANCE, Float8Case
 from float8_outputs import DTYPE, check_like_unfused, check_rounded, out_of_8_bits, scale_for
+from tiers import distinct, in_turn
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
 
@@ -55,22 +56,26 @@ def run_and_check(
     assert attention.schedule().errors == 0
 
 
-@pytest.mark.parametrize(
-    ("dtype", "qk", "v"),
-    [
-        (torch.bfloat16, 64, 64),
-        (torch.float16, 128, 128),
-        (torch.float16, 72, 72),
-        (torch.bfloat16, 256, 256),
-        (torch.bfloat16, 192, 128),
-    ],
+FORMS = (
+    (torch.bfloat16, 64, 64),
+    (torch.float16, 128, 128),
+    (torch.float16, 72, 72),
+    (torch.bfloat16, 256, 256),
+    (torch.bfloat16, 192, 128),
 )
-@pytest.mark.parametrize("kernel", KERNELS)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "qk", "v"),
+    # without a GPU, 256 only in the generic kernel and 192 x 128 only in Hopper's
+    distinct(((kernel, *form) for kernel in KERNELS for form in FORMS), repeated={4, 8}),
+)
 def test_caches_of_16_bits(emulated: Path, kernel: str, dtype: torch.dtype, qk: int, v: int) -> None:
     """Whole pairs, parts of pairs, states; by TMA and gathered; heads whose rows are not multiples of 16
     bytes.
     """
-    for number, (qo_lens, kv_lens) in enumerate(BATCHES):
+    turn = FORMS.index((dtype, qk, v)) + KERNELS.index(kernel)
+    for number, (qo_lens, kv_lens) in in_turn(BATCHES, turn, without_gpu=2):
         rng = numpy.random.default_rng([number, qk, 85])
         spec = cases.Spec(
             qo_lens,
@@ -102,7 +107,10 @@ def test_caches_of_16_bits(emulated: Path, kernel: str, dtype: torch.dtype, qk: 
 @pytest.mark.parametrize(
     ("kernel", "head_dim", "float8_q"),
     [
-        *(("hopper", *form) for form in ((128, False), (128, True), (64, True), (72, True))),
+        *(
+            ("hopper", *form)
+            for form in distinct(((128, False), (128, True), (64, True), (72, True)), repeated={2})
+        ),
         ("generic", 128, False),
         ("generic", 72, True),
     ],
@@ -202,7 +210,7 @@ def test_compositions(emulated: Path, kernel: str) -> None:
             group_size=2,
             page_size=(1, 16)[seed],
             head_dim=(64, 128)[seed],
-            dtype=torch.bfloat16,
+            dtype=(torch.bfloat16, torch.float16)[seed],
             num_ctas=7,
         )
         problem = cascade_problem(numpy.random.default_rng([seed, 86]), shape, CPU, 2)

@@ -12,6 +12,7 @@ import latent_cases
 import pytest
 import torch
 from device_attention import KERNELS, DeviceAttention
+from tiers import in_turn
 
 from attn_backend import Attention
 from attn_backend.variants import builtin
@@ -39,7 +40,8 @@ BATCHES = (
 def test_latents(
     emulated: Path, kernel: str, form: str, dtype: torch.dtype, scale: float | torch.Tensor | None
 ) -> None:
-    for number, (qo_lens, kv_lens, heads, page_size, row_bytes) in enumerate(BATCHES):
+    turn = [name for name, *_ in FORMS].index(form) + KERNELS.index(kernel)
+    for number, (qo_lens, kv_lens, heads, page_size, row_bytes) in in_turn(BATCHES, turn, without_gpu=3):
         batch = latent_cases.make_batch(
             form,
             qo_lens,
@@ -148,7 +150,8 @@ def test_parts_of_q(emulated: Path, kernel: str, form: str) -> None:
         ([2, 1], [40, 140], 32 if form == "dense" else 64, 128, {}),
         ([1] * 5, [100] * 5, 16, 16, {"cascade": "always"}),
     )
-    for number, (qo_lens, kv_lens, heads, page_size, options) in enumerate(cases):
+    turn = latent_cases.FORMS_OF_Q.index(form) + KERNELS.index(kernel)
+    for number, (qo_lens, kv_lens, heads, page_size, options) in in_turn(cases, turn, without_gpu=3):
         dtype = (torch.bfloat16, torch.float16)[number % 2]
         batch = latent_cases.make_batch(
             latent_cases.PLAIN, qo_lens, kv_lens, heads=heads, page_size=page_size, dtype=dtype, seed=number

@@ -18,6 +18,7 @@ import pytest
 import torch
 from compositions import Shape
 from device_attention import CACHES, DeviceAttention
+from tiers import in_turn
 from variant_fuzz.arguments import Sizes
 from variant_fuzz.catalogue import Entry, entry_of
 
@@ -65,7 +66,8 @@ def test_every_kind_of_row_tile(emulated: Path, kernel: str, name: str) -> None:
     entry, (dtype, head_dim) = entry_of(name), FORMS[name]
     lens = (((200,), (200,)), ((40, 5, 130, 20), (90, 500, 200, 45)), ((1, 2, 1, 3), (70, 300, 0, 129)))
     first_group_size = list(FORMS).index(name) % 2
-    for seed, (qo_lens, kv_lens) in enumerate(lens):
+    turn = list(FORMS).index(name) + KERNELS.index(kernel)
+    for seed, (qo_lens, kv_lens) in in_turn(lens, turn, without_gpu=2):
         sizes = {
             "num_kv_heads": 2,
             "group_size": (1, 4)[(first_group_size + seed) % 2] if kernel == "hopper" else 4,

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked_python
 import pytest
 import torch
 from flashinfer_oracle import check, make_batch, workspace
@@ -66,15 +67,8 @@ IMPORTS = [f"from {module} import {', '.join(names)}" for module, names in NAMES
 
 
 def run_with_alias(code: str) -> str:
-    paths = [str(ROOT / "flashinfer_alias"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    command = [sys.executable, "-c", code]
-    return subprocess.run(
-        command,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
+    first = f"import sys; sys.path.insert(0, {str(ROOT / 'flashinfer_alias')!r})\n"
+    return forked_python.run(first + code, [], dict(os.environ))
 
 
 def test_names_of_engines() -> None:

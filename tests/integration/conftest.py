@@ -16,6 +16,15 @@ from attn_backend.releases import RELEASES
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 
+# Files whose tests of one engine take minutes. They start first and the shorter ones follow, since a worker
+# that gets a long one last keeps the others waiting.
+LONGEST = ("test_tiny_models_cpu.py", "test_serving_cpu.py", "test_soak_cpu.py", "test_features_cpu.py")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: (*LONGEST, item.path.name).index(item.path.name))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """With --dist loadfile, tests of a file and an engine run in one worker, rather than all tests of a file.
@@ -32,7 +41,10 @@ def pytest_xdist_make_scheduler(config, log):
                 [super()._split_scope(nodeid), *(name for name in RELEASES if case.startswith(name))]
             )
 
-    return OfFileAndEngine(config, log) if config.getvalue("dist") == "loadfile" else None
+    if config.getvalue("dist") != "loadfile":
+        return None
+    config.option.loadscopereorder = False  # by the number of tests
+    return OfFileAndEngine(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,8 @@ from attn_backend.jit import code_address, compilers, cubins, kernel_cache, mani
 from attn_backend.jit.manifest import HeadDims
 from attn_backend.variants import builtin
 
+pytestmark = pytest.mark.optimized
+
 SOURCES = cubins.source_root()
 TARGET = "sm_90a"
 AHEAD = "`attn-backend compile --variant module:object` compiles it ahead"

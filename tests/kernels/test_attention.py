@@ -15,7 +15,7 @@ import numpy
 import pytest
 import torch
 from cases import Spec
-from tiers import mostly_slow
+from tiers import distinct, mostly_slow
 
 from attn_backend import Attention, BSRView, Composition, KVCache, PageTable
 
@@ -192,8 +192,13 @@ def test_cache_forms(device: torch.device, cache_form: str, layout: str, strided
             check(run(spec, device))
 
 
-@pytest.mark.parametrize("num_ctas", mostly_slow([5, 1, 40], fast=1))
-@pytest.mark.parametrize("table_form", mostly_slow(["block_table", "token_slots"], fast=1))
+@pytest.mark.parametrize(
+    "form",
+    mostly_slow(
+        distinct(itertools.product((5, 1, 40), ("block_table", "token_slots")), repeated={1, 2, 5}), fast=1
+    ),
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("head_dim", "group_size"),
     mostly_slow(
@@ -203,11 +208,12 @@ def test_cache_forms(device: torch.device, cache_form: str, layout: str, strided
     ),
 )
 def test_many_short_requests(
-    device: torch.device, head_dim: int, group_size: int, table_form: str, num_ctas: int
+    device: torch.device, head_dim: int, group_size: int, form: tuple[int, str]
 ) -> None:
     """Requests of a few KV tiles, many for each CTA, mixed with long ones, short prompts and long prompts;
     the same bits every time.
     """
+    num_ctas, table_form = form
     rng = numpy.random.default_rng(num_ctas)
     kv_lens = [int(length) for length in rng.integers(1, 300, 120)]
     qo_lens = [1] * len(kv_lens)

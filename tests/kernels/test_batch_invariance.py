@@ -55,7 +55,7 @@ def everything(problem: Problem) -> list[int]:
     return list(range(len(problem.batch.pages)))
 
 
-@pytest.mark.parametrize("block", mostly_slow(range(40), fast=8, without_gpu=14))
+@pytest.mark.parametrize("block", mostly_slow(range(40), fast=8, without_gpu=8))
 def test_alone_and_in_other_batches(device: torch.device, block: int) -> None:
     for seed in range(5 * block, 5 * block + 5):
         rng = numpy.random.default_rng([seed, 30])
@@ -144,7 +144,7 @@ def test_neighbours_that_share_its_prefix(device: torch.device, prefix: int, qo_
         check_some(problem, attention, requests, expected, rng)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", mostly_slow(range(20), fast=10, without_gpu=10))
 def test_other_objects(device: torch.device, seed: int) -> None:
     """An object's room, its number of CTAs and the form of the table do not matter."""
     rng = numpy.random.default_rng([seed, 31])
@@ -172,7 +172,7 @@ def test_other_objects(device: torch.device, seed: int) -> None:
         check_some(problem, attention, rng.permutation(len(expected)).tolist(), expected, rng)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", mostly_slow(range(20), fast=10, without_gpu=10))
 def test_row_lists(device: torch.device, seed: int) -> None:
     """Rows of Q in any places."""
     rng = numpy.random.default_rng([seed, 32])

@@ -24,6 +24,7 @@ from compositions import (
     skewed,
     tree_problem,
 )
+from tiers import mostly_slow
 
 from attn_backend import Attention, BSRView, Composition, KVCache, PageTable
 from attn_backend.metadata.views import MAX_LEVELS
@@ -32,7 +33,7 @@ SHAPE = Shape(2, 4, 64, torch.bfloat16, 16, None)
 each_kernel = pytest.mark.usefixtures("kernel")
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", mostly_slow(range(150), fast=60, without_gpu=60))
 def test_trees(device: torch.device, seed: int) -> None:
     rng = numpy.random.default_rng(seed)
     problem = tree_problem(rng, random_shape(rng, device), device)
@@ -41,7 +42,7 @@ def test_trees(device: torch.device, seed: int) -> None:
 
 
 @pytest.mark.parametrize("num_levels", [2, 3])
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", mostly_slow(range(50), fast=25, without_gpu=25))
 def test_cascades(device: torch.device, seed: int, num_levels: int) -> None:
     rng = numpy.random.default_rng([seed, num_levels])
     problem = cascade_problem(rng, random_shape(rng, device), device, num_levels)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from compositions import Problem, cascade_problem, check_states, random_shape, tree_problem
 from float8_cases import DTYPES, SCALES, random_scale, rounded_cache, scale_of
+from tiers import mostly_slow
 
 from attn_backend import Composition
 
@@ -56,7 +57,7 @@ def problem_over_8_bits(seed: int, device: torch.device) -> tuple[Problem, torch
     return problem, o, lse
 
 
-@pytest.mark.parametrize("seed", range(160))
+@pytest.mark.parametrize("seed", mostly_slow(range(160), fast=60, without_gpu=60))
 def test_random_compositions(device: torch.device, seed: int) -> None:
     problem, o, lse = problem_over_8_bits(seed, device)
     problem.run(problem.attention(kv_dtype=problem.memory.kv.k.dtype))

@@ -15,6 +15,7 @@ import pytest
 import torch
 from compositions import Shape
 from forests import Batch, make_problem, naming, place_requests, radix_tree, random_batch
+from tiers import mostly_slow
 
 from attn_backend import Attention, BSRView, PageTable
 from attn_backend.kernels.schedule import TILE_ROWS, PrefixNode, Schedule
@@ -49,7 +50,7 @@ def plan_only(
     return attention, view
 
 
-@pytest.mark.parametrize("block", range(20))
+@pytest.mark.parametrize("block", mostly_slow(range(20), fast=8, without_gpu=8))
 def test_forest_is_the_radix_tree(device: torch.device, block: int) -> None:
     for seed in range(50 * block, 50 * block + 50):
         rng = numpy.random.default_rng([seed, 2])
@@ -158,7 +159,7 @@ def nearest_taken(forest: tuple[PrefixNode, ...], index: int) -> PrefixNode | No
     return forest[index] if index >= 0 else None
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", mostly_slow(range(10), fast=5, without_gpu=5))
 def test_every_pair_is_covered_once(device: torch.device, block: int) -> None:
     for seed in range(20 * block, 20 * block + 20):
         rng = numpy.random.default_rng([seed, 3])

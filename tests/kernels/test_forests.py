@@ -24,7 +24,7 @@ SHAPE = Shape(2, 4, 64, torch.bfloat16, 16, None)
 each_kernel = pytest.mark.usefixtures("kernel")
 
 
-@pytest.mark.parametrize("block", mostly_slow(range(80), fast=8, without_gpu=20))
+@pytest.mark.parametrize("block", mostly_slow(range(80), fast=8, without_gpu=10))
 def test_against_the_oracle(device: torch.device, block: int) -> None:
     for seed in range(25 * block, 25 * block + 25):
         rng = numpy.random.default_rng(seed)
@@ -35,7 +35,7 @@ def test_against_the_oracle(device: torch.device, block: int) -> None:
 
 
 @pytest.mark.parametrize("kernel_of_costs", ["hopper", "generic"])
-@pytest.mark.parametrize("block", mostly_slow(range(4), fast=2))
+@pytest.mark.parametrize("block", mostly_slow(range(4), fast=2, without_gpu=2))
 def test_schedules_of_gpu_kernels_on_a_cpu(block: int, kernel_of_costs: str) -> None:
     """Schedules from the costs of a GPU's kernels (whole pairs, evenly split prefixes) merge as well as a
     CPU's schedules.

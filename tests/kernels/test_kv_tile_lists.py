@@ -114,7 +114,7 @@ def listed(attention: Attention) -> int:
     return int((attention.schedule().tiles[:, 3] < 0).sum())
 
 
-@pytest.mark.parametrize("seed", mostly_slow(range(100), fast=10))
+@pytest.mark.parametrize("seed", mostly_slow(range(100), fast=10, without_gpu=50))
 def test_random_cases(device: torch.device, seed: int) -> None:
     rng = numpy.random.default_rng([seed, 71])
     spec = cases.random_spec(6 * 10**6 + seed, device.type).with_(
@@ -150,7 +150,7 @@ def test_decodes_chunks_and_prefills_with_holes(
     case_tensors.check(case, case.out, case.lse, case.expected(variant=mask.expected))
 
 
-@pytest.mark.parametrize("seed", mostly_slow(range(20), fast=4))
+@pytest.mark.parametrize("seed", mostly_slow(range(20), fast=4, without_gpu=10))
 def test_with_shared_prefixes(device: torch.device, seed: int) -> None:
     rng = numpy.random.default_rng([seed, 72])
     problem = forests.random_problem(rng, device)

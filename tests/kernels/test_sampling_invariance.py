@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from typing import Any
 
 import attention_kernels
 import cpu_isa
+import forked_python
 import pytest
 import torch
 from sampling_oracle import bits
@@ -242,12 +241,6 @@ def test_every_instruction_set_of_a_cpu_draws_the_same(isa: str) -> None:
     )
 
     def run(isa: str) -> str:
-        return subprocess.run(
-            [sys.executable, "-c", program],
-            check=True,
-            capture_output=True,
-            text=True,
-            env=cpu_isa.environment(isa),
-        ).stdout
+        return forked_python.run(program, [], cpu_isa.environment(isa))
 
     assert run(isa) == run("baseline")

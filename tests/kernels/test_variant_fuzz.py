@@ -72,6 +72,7 @@ def test_enough_of_them() -> None:
 
 
 @needs_cpp
+@pytest.mark.optimized
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ON_A_CPU)
 def test_random_batches(name: str) -> None:
