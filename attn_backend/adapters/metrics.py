@@ -22,7 +22,7 @@ from importlib import import_module
 import torch
 
 from attn_backend.jit import cubins
-from attn_backend.jit.progress import warned
+from attn_backend.jit.progress import LOGGER, warned
 from attn_backend.kernels.attention import Attention
 from attn_backend.kernels.schedule import COUNTS, TILE_ROWS, counted
 from attn_backend.releases import own_release
@@ -49,7 +49,9 @@ def _on_or_off(value: bool) -> str:
 
 
 def tell_of_start(logger: logging.Logger) -> None:
-    """Called when the Attentions are made. The first rank logs one line."""
+    """Called when the Attentions are made. The first rank logs one line for each process: of the Attentions
+    that exist by then.
+    """
     is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     if not _made or not is_first or tell_of_start.__name__ in warned:
         return
@@ -88,11 +90,8 @@ class CountsFile:
     """
 
     def __init__(self, folder: str) -> None:
-        """
-        Raises:
-            ImportError, OSError, AttributeError, TypeError: the file cannot be written, or this release of
-                prometheus_client writes others.
-        """
+        """May raise anything: the file cannot be written, or prometheus_client has another format."""
+        self.folder, self.is_usable = folder, True
         files = import_module("prometheus_client.mmap_dict")
         self._file = files.MmapedDict(os.path.join(folder, f"counter_{os.getpid()}-attn-backend.db"))
 
@@ -106,7 +105,8 @@ class CountsFile:
         self._refusals = key("refusals", {})
         self._device = counted[0].sums.device
         on_cuda = self._device.type == "cuda"
-        self._reading = torch.zeros(len(COUNTS), dtype=torch.int64, pin_memory=on_cuda)
+        with torch.inference_mode(False):  # steps may run in this mode or not
+            self._reading = torch.zeros(len(COUNTS), dtype=torch.int64, pin_memory=on_cuda)
         self._arrived = torch.cuda.Event() if on_cuda else None
         self._write()
 
@@ -133,8 +133,17 @@ def export_counts(logger: logging.Logger) -> None:
     if not counted or (counted[0].sums.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     file = _counts_file(logger)
-    if file is not None:
+    if file is None or not file.is_usable:
+        return
+    try:
         file.update()
+    except Exception as error:  # a counter must not end a step
+        file.is_usable = False
+        _tell_of_failure(logger, file.folder, error)
+
+
+def _tell_of_failure(logger: logging.Logger, folder: str, error: Exception) -> None:
+    logger.warning("attn_backend's counters cannot be written to %s: %s", folder, error)
 
 
 @cache
@@ -145,8 +154,8 @@ def _counts_file(logger: logging.Logger) -> CountsFile | None:
         return None
     try:
         return CountsFile(folder)
-    except (ImportError, OSError, AttributeError, TypeError) as error:
-        logger.warning("attn_backend's counters cannot be written to %s: %s", folder, error)
+    except Exception as error:
+        _tell_of_failure(logger, folder, error)
         return None
 
 
@@ -157,10 +166,14 @@ def serve_counts() -> None:
     """
     if not Settings.read().metrics or os.environ.get(_OF_ENGINE):
         return
-    if _OF_OURS not in os.environ:
-        folder = os.environ[_OF_OURS] = tempfile.mkdtemp(prefix="attn_backend-metrics-")
-        atexit.register(_remove, folder, os.getpid())
-    _register(os.environ[_OF_OURS])
+    folder = os.environ.get(_OF_OURS, "")
+    try:
+        if not os.path.isdir(folder):  # none, or of a process that has ended
+            folder = os.environ[_OF_OURS] = tempfile.mkdtemp(prefix="attn_backend-metrics-")
+            atexit.register(_remove, folder, os.getpid())
+        _register(folder)
+    except Exception as error:  # a counter must not keep an engine from starting
+        _tell_of_failure(LOGGER, folder, error)
 
 
 @cache

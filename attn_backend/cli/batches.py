@@ -82,6 +82,7 @@ class DumpFile(PlanOptions):
     max_rows: Count
     max_batch: Count
     num_pages: Count | None = None
+    variant: str | None = None  # its name; the command plans without it
 
 
 class TraceLine(BaseModel):
@@ -205,8 +206,16 @@ def _from_dump(dump: DumpFile, title: str, page_size: int | None) -> Batch:
         refuse("len(qo_indptr)", len(dump.qo_indptr), f"len(kv_lens) + 1 = {len(kv_lens) + 1}")
     if table is not None and len(table) != len(kv_lens):
         refuse("block_table", table, f"a list of len(kv_lens) = {len(kv_lens)} lists of page ids")
+    lens = [max(kv_len, 0) for kv_len in kv_lens]
+    longest = max(map(len, table)) if table is not None else max(_pages(kv_len, page_size) for kv_len in lens)
+    if len(kv_lens) * longest > _MAX_PAGES:
+        refuse(
+            "requests * pages of the longest",
+            len(kv_lens) * longest,
+            f"at most {_MAX_PAGES}, of {page_size} tokens each",
+        )
     if table is None:
-        pages = _own_pages([max(kv_len, 0) for kv_len in kv_lens], page_size)
+        pages = _own_pages(lens, page_size)
     else:
         pages = [torch.tensor(ids, dtype=torch.int32) for ids in table]
     dense = torch.nn.utils.rnn.pad_sequence(pages, batch_first=True)

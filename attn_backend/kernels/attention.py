@@ -138,13 +138,23 @@ class AttentionConfig:
         """The kernel design that schedules are made for; None: the CPU design."""
         return choose_design(self.kernel, self.device, self.dims, self.variant)
 
+    @property
+    def design_name(self) -> str:
+        """The design's name in manifest.DESIGNS, or 'cpu'."""
+        design = self.design
+        return next((name for name, known in manifest.DESIGNS.items() if known is design), "cpu")
+
+    def cascade_under(self, variant: Variant | None) -> bool | str:
+        """Whether plans look for shared prefixes. A variant may transform tokens by request: then requests
+        cannot share them.
+        """
+        return False if variant is not None and variant.tells_requests_apart else self.cascade
+
     def pack(self, attention_variant: AttentionVariant | None) -> bytes:
         """Packs AttentionConfig of csrc/. attention_variant: made from `variant`."""
         data_types = values_of("DataType")
         variant = None if attention_variant is None else attention_variant.variant
         design = self.design
-        # Such a variant transforms tokens by request, so requests cannot share them.
-        cascade = False if variant is not None and variant.tells_requests_apart else self.cascade
         return pack(
             "AttentionConfig",
             num_qo_heads=self.num_qo_heads,
@@ -158,7 +168,7 @@ class AttentionConfig:
             max_groups=self.max_batch,  # a row group is a request
             max_levels=self.max_levels,
             num_ctas=self.num_ctas or 0,
-            cascade=values_of("CascadeMode")[CASCADE_MODES[cascade]],
+            cascade=values_of("CascadeMode")[CASCADE_MODES[self.cascade_under(variant)]],
             design=values_of("KernelDesign")[design.name if design else "cpu"],
             device=self.device.index or 0,
             batch_invariant=self.batch_invariant,
@@ -540,7 +550,10 @@ class Attention:
     """
 
     def __new__(cls, *_arguments: Any, **_options: Any) -> Attention:
-        """With ATTN_BACKEND_DEBUG=1 or ATTN_BACKEND_DUMP, returns an Attention that checks."""
+        """With ATTN_BACKEND_DEBUG=1 or ATTN_BACKEND_DUMP, returns an Attention that checks.
+
+        Both settings give a DebugAttention, which dumps, too.
+        """
         if cls is Attention:
             settings = Settings.read()
             if settings.debug:
@@ -672,8 +685,7 @@ class Attention:
     @property
     def design(self) -> str:
         """The kernel design that runs: 'hopper', 'generic' or 'cpu'."""
-        design = self._config.design
-        return "cpu" if design is None or self.device.type == "cpu" else design.name
+        return "cpu" if self.device.type == "cpu" else self._config.design_name
 
     @property
     def workspace_bytes(self) -> int:
@@ -1159,7 +1171,7 @@ class Attention:
     ) -> None:
         """Counts a plan or a run that raises, and dumps its batch. num_pages: of the cache, if known."""
         if self._counts is not None:
-            self._counts.refusals += 1
+            self._counts.total.refusals += 1
         self._dump(f"refused: {error}", levels, num_pages)
 
     def _dump(self, fault: str, levels: Sequence[BSRView], num_pages: int | None = None) -> None:
@@ -1184,12 +1196,13 @@ class Attention:
                 "heads": f"{self.num_qo_heads}/{self.num_kv_heads}",
                 "head_dim": self.head_dim,
                 "head_dim_v": self.head_dim_v,
-                "costs": "cpu" if config.design is None else config.design.name,
+                "costs": config.design_name,
                 "num_ctas": int(self._schedule_structs()[0]["num_ctas"]),
                 "causal": causal,
                 "window_left": window_left,
-                "cascade": config.cascade,
+                "cascade": config.cascade_under(config.variant),
                 "batch_invariant": self.batch_invariant,
+                "variant": config.variant and config.variant.name,
                 "max_rows": self.max_rows,
                 "max_batch": self.max_batch,
                 "num_pages": num_pages,
@@ -1197,8 +1210,11 @@ class Attention:
             }
             folder.mkdir(parents=True, exist_ok=True)
             unfinished = path.with_suffix(".tmp")
-            unfinished.write_text(json.dumps(batch))
-            unfinished.replace(path)
+            try:
+                unfinished.write_text(json.dumps(batch))
+                unfinished.replace(path)
+            finally:
+                unfinished.unlink(missing_ok=True)
         except Exception as error:  # a fault of the diagnosis must not hide the batch's own
             progress.LOGGER.warning("attn_backend could not write %s: %s", path or "a batch", error)
             return

@@ -263,22 +263,32 @@ COUNTS = (
     "kv_tokens_read",
     *(f"rows_{tile_rows}" for tile_rows in TILE_ROWS),
 )
-counted: list[ScheduleCounts] = []  # of all Attentions of this process, those that are gone included
+
+
+@dataclass
+class Counted:
+    """Counts of one Attention, which outlive it.
+
+    Attributes:
+        sums: int64 [len(COUNTS)] on its device. kv_tokens: tokens of KV that the requests would read without
+            shared prefixes; kv_tokens_read: those that the row groups read, each once. Both are for one KV
+            head, and leave out tokens outside a window. rows_N: rows of Q of the row groups with row tiles of
+            N rows.
+        refusals: plans that raised an error, and runs on a CPU that found wrong page ids. The host counts
+            them.
+    """
+
+    sums: torch.Tensor
+    refusals: int = 0
+
+
+counted: list[Counted] = []  # of all Attentions of this process
 
 
 class ScheduleCounts:
-    """Sums over the plans of one Attention.
+    """Counts the plans of one Attention.
 
-    They lie on its device. Torch operators update them without a wait, and a CUDA graph that captures a plan
-    captures its update.
-
-    Attributes:
-        sums: int64 [len(COUNTS)]. kv_tokens: tokens of KV that the requests would read without shared
-            prefixes; kv_tokens_read: those that the row groups read, each once. Both are for each KV head,
-            and leave out tokens outside a window. rows_N: rows of Q of the row groups with row tiles of N
-            rows.
-        refusals: plans that raised an error, and runs on a CPU that found wrong page ids. The host counts
-            them.
+    Torch operators update the sums without a wait, and a CUDA graph that captures a plan captures its update.
     """
 
     def __init__(self, workspace: torch.Tensor, config: Any, layout: Any) -> None:
@@ -313,16 +323,19 @@ class ScheduleCounts:
         self._groups, self._tiles, self._nodes = arange(max_groups), arange(max_tiles), arange(max_nodes)
         self._kinds = arange(len(TILE_ROWS))[:, None]
         with torch.inference_mode(False):  # an engine may make it inside the mode, and plan outside
-            self.sums = torch.zeros(len(COUNTS), dtype=torch.int64, device=workspace.device)
-        self.refusals = 0
-        counted.append(self)
+            self.total = Counted(torch.zeros(len(COUNTS), dtype=torch.int64, device=workspace.device))
+        self._has_plan = True  # whose errors are not counted yet; at first there are none
+        counted.append(self.total)
 
     def before_plan(self) -> None:
         """Counts the errors of the previous plan and of its runs, before this plan clears them."""
-        self.sums[:1] += self._errors != 0
+        if self._has_plan:
+            self.total.sums[:1] += self._errors != 0
+        self._has_plan = False  # if this plan is refused, the errors are still the previous one's
 
     def after_plan(self) -> None:
         """Counts what the plan decided."""
+        self._has_plan = True
         in_use = self._tiles < self._num_tiles
         group = torch.where(in_use, self._group_of_tile, 0).long()
         begin = torch.where(in_use, self._kv_begin.clamp(min=0), MAX_INT32)  # negative: with holes
@@ -338,4 +351,4 @@ class ScheduleCounts:
 
         of_kind = (self._kind == self._kinds) & (self._groups < self._num_groups)
         rows = torch.where(of_kind, self._qo_len, 0).sum(1)
-        self.sums[1:] += torch.cat((torch.stack((torch.ones_like(read), read + saved, read)), rows))
+        self.total.sums[1:] += torch.cat((torch.stack((torch.ones_like(read), read + saved, read)), rows))

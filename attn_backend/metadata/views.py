@@ -429,14 +429,15 @@ def describe_batch(view: BSRView) -> dict[str, Any]:
     batch: dict[str, Any] = {"qo_indptr": view.qo_indptr.tolist(), "page_size": page_size}
     if table.indices is None:
         return batch | {"kv_lens": _present(table.indptr).diff().tolist()}
-    indices = table.indices.cpu()
+    # Only the batch's part is copied: an engine's table has room for all its requests.
     if table.form == "token_slots":  # a row outside the table becomes its first or last row
-        rows = _present(table.rows).clamp(0, indices.shape[0] - 1).tolist()
-        entries = [indices[row, ::page_size] // page_size for row in rows]
+        rows = _present(table.rows).clamp(0, table.indices.shape[0] - 1)
+        entries = list(table.indices[rows.to(table.indices.device), ::page_size].cpu() // page_size)
     elif table.form == "block_table":
-        entries = list(indices[: view.batch_size])
+        entries = list(table.indices[: view.batch_size].cpu())
     else:
-        entries = [indices[slice(*bounds)] for bounds in pairwise(_present(table.indptr).tolist())]
+        indices, indptr = table.indices.cpu(), _present(table.indptr).clamp(min=0).tolist()
+        entries = [indices[slice(*bounds)] for bounds in pairwise(indptr)]
     if table.kv_lens is not None:
         kv_lens = table.kv_lens.tolist()
     else:

@@ -85,7 +85,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("ATTN_BACKEND_METRICS", "1")
     for variable in (metrics._OF_ENGINE, metrics._OF_OURS):
         monkeypatch.delenv(variable, raising=False)
-    counted: list[schedule.ScheduleCounts] = []
+    counted: list[schedule.Counted] = []
     monkeypatch.setattr(schedule, "counted", counted)
     monkeypatch.setattr(metrics, "counted", counted)
     metrics._counts_file.cache_clear()

@@ -141,6 +141,7 @@ def test_the_file_has_the_options_of_the_plan(folder: Path, capsys: Capture) -> 
         "window_left": -1,
         "cascade": True,
         "batch_invariant": True,
+        "variant": None,
         "max_rows": 8,
         "max_batch": 4,
         "num_pages": None,
@@ -170,6 +171,32 @@ def test_other_tables_are_written_too(folder: Path, capsys: Capture) -> None:
     assert [batch.get("block_table") for batch in written] == [[[5, 6], []], None]
     for path in sorted(folder.iterdir()):
         assert replay(path, capsys)[0] == 0
+
+
+@pytest.mark.parametrize("kernel", [None, "generic", "hopper"])
+def test_the_design_is_named_as_the_command_names_it(
+    kernel: str | None, folder: Path, capsys: Capture
+) -> None:
+    attention = make(dtype=torch.bfloat16, kernel=kernel)
+    attention.plan(BSRView(torch.tensor([0, 1]), table([20])))
+    clamp(attention, "kPageIndexInvalid")
+    with pytest.raises(ValueError, match="outside the cache"):
+        attention.raise_for_errors()
+    assert json.loads(only_file(folder).read_text())["costs"] == (kernel or "cpu")
+    assert attention.design == "cpu"
+    assert replay(only_file(folder), capsys)[0] == 0
+
+
+def test_a_batch_without_end_is_refused(folder: Path, capsys: Capture) -> None:
+    with pytest.raises(ValueError, match="kv_lens"):
+        make().plan(BSRView(torch.tensor([0, 1]), table([99])))
+    path = only_file(folder)
+    batch = json.loads(path.read_text())
+    for change in ({"block_table": None, "kv_lens": [2**62]}, {"block_table": [[0] * (2**24 + 1)]}):
+        path.write_text(json.dumps(batch | change))
+        status, printed = replay(path, capsys)
+        assert status == 2
+        assert "requests * pages of the longest" in printed
 
 
 def test_a_process_writes_few_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def view(
 
 def counts(of: Attention) -> dict[str, int]:
     assert of._counts is not None
-    return dict(zip(schedule.COUNTS, of._counts.sums.tolist(), strict=True))
+    return dict(zip(schedule.COUNTS, of._counts.total.sums.tolist(), strict=True))
 
 
 # Packed rows: rows of Q times two. 2 fill a row tile of 16 rows; 2 * 40 = 80 fill one of 128.
@@ -120,7 +120,7 @@ def test_refusals_are_counted() -> None:
     with pytest.raises(ValueError, match="kv_lens"):
         of.plan(view(torch.device("cpu"), [1], [257]))
     assert of._counts is not None
-    assert (of._counts.refusals, counts(of)["plans"]) == (2, 0)
+    assert (of._counts.total.refusals, counts(of)["plans"]) == (2, 0)
 
 
 @pytest.mark.parametrize("is_made_in", [False, True])

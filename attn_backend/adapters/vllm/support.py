@@ -192,9 +192,12 @@ _planned_layers: set[str] = set()
 def tell_when_ready(vllm_config: Any, layer_names: Iterable[str]) -> None:
     """Called when the builder of these layers has made its Attentions. The last builder logs the start."""
     _planned_layers.update(layer_names)
-    layers = compat.attention_layers(vllm_config)
-    if all(name in _planned_layers or not is_ours(layers[name].get_attn_backend()) for name in layers):
-        tell_of_start(logger)
+    try:
+        layers = compat.attention_layers(vllm_config)
+        if all(name in _planned_layers or not is_ours(layers[name].get_attn_backend()) for name in layers):
+            tell_of_start(logger)
+    except Exception as error:  # of a layer that is not ours; the line is only for information
+        logger.debug("attn_backend cannot tell whether all its layers are ready: %s", error)
 
 
 def check_layers(vllm_config: Any) -> None:
