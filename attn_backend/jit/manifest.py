@@ -201,8 +201,6 @@ class Design:
         serves: whether it has kernels for heads; the bool: under a variant that transforms Q, K or V. Heads
             that it does not support go to the next design.
         multiplies_float8: multiplies e4m3 Q and K directly, for heads of MULTIPLIED_FLOAT8_HEAD_DIMS.
-        dequantizes_in_feed: the warps that load K and V dequantize them, under 16-bit Q (KvForm::in_feed in
-            csrc/).
     """
 
     name: str
@@ -210,7 +208,13 @@ class Design:
     cubins: dict[str, str]
     serves: Callable[[HeadDims, bool], bool] = lambda dims, transforms: True
     multiplies_float8: bool = False
-    dequantizes_in_feed: bool = False
+
+    @property
+    def dequantizes_in_feed(self) -> bool:
+        """Whether the warps that load K and V dequantize them, under 16-bit Q (KvForm::in_feed in csrc/). The
+        cubins' names tell: attention_source() reads them.
+        """
+        return any("_feed" in stem for stem in self.cubins.values())
 
     def cubins_for(self, shape: KernelShape) -> dict[str, str]:
         """The entries of `cubins` for a shape.
@@ -248,7 +252,6 @@ DESIGNS = {
 HOPPER_FEED = replace(
     DESIGNS["hopper"],
     cubins={"attention": "sm90_feed", "attention_rows": "sm90_feed_gather"},
-    dequantizes_in_feed=True,
 )
 
 
