@@ -51,7 +51,7 @@ try:
     if {on_cpu}:
         found = str(cubins.find_library(variant, isa, "bfloat16", 128))
     else:
-        found = str(cubins.find_cubin(variant, kernel, "sm_90a"))
+        found = str(cubins.find_variant_kernel(variant, kernel, "sm_90a"))
 except RuntimeError as error:
     found = f"RuntimeError: {{error}}"
 print(json.dumps([time.perf_counter() - begin, found]))

@@ -81,15 +81,16 @@ class FollowArrivals:
         return self.drawn >= len(self.arrivals) - 1
 
     def next_gap(self, shape: float, scale: float) -> float:
-        last, now = ([0.0, *self.arrivals])[self.drawn : self.drawn + 2]
-        self.drawn += 1
-        return now - last
+        place, self.drawn = self.drawn, self.drawn + 1
+        if place >= len(self.arrivals):  # there is no next one
+            return 0.0
+        return self.arrivals[place] - (self.arrivals[place - 1] if place else 0.0)
 
     def time_until_next(self, scale: float) -> float:
         if self.drawn == 0:
             self.begin = time.monotonic()
         self.drawn += 1
-        if self.drawn == len(self.arrivals):  # there is no next one
+        if self.drawn >= len(self.arrivals):  # there is no next one
             return 0.0
         return max(self.begin + self.arrivals[self.drawn] - time.monotonic(), 0.0)
 
@@ -187,9 +188,8 @@ class SharedRequest:
             for choice in data["choices"]:
                 self.put(choice["index"], data | {"choices": [choice]})
         elif usage := data.get("usage"):
-            each = usage["completion_tokens"] // len(
-                self.queues
-            )  # all have one length: clients ignore the end
+            # all have one length: clients ignore the end
+            each = usage["completion_tokens"] // len(self.queues)
             for place in range(len(self.queues)):
                 self.put(place, data | {"usage": usage | {"completion_tokens": each}})
         else:

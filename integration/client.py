@@ -17,6 +17,10 @@ class ClientError(RuntimeError):
     """The client failed; the end of its log has been printed."""
 
 
+class ClientTimeout(ClientError):
+    """The client was not done in time, and has been ended."""
+
+
 class RunningClient:
     """A started client that writes its output to `log`."""
 
@@ -42,14 +46,16 @@ class RunningClient:
                 self.process, self.log, self.engine.name, counted, "requests", "the client starts", timeout_s
             )
         except TimeoutError:
-            raise self._error(f"was not done after {timeout_s:.0f} s") from None
+            raise ClientTimeout(self._failed(f"was not done after {timeout_s:.0f} s")) from None
         finally:
             self.stop()
         if status != 0 or not self.client.result.is_file():
-            raise self._error(f"failed with exit status {status}")
+            raise ClientError(self._failed(f"failed with exit status {status}"))
         metrics = self.engine.read_result(self.client)
         if metrics.requests == 0:
-            raise self._error(f"got no answer to any of {self.client.workload.num_requests} requests")
+            raise ClientError(
+                self._failed(f"got no answer to any of {self.client.workload.num_requests} requests")
+            )
         return metrics
 
     def stop(self) -> None:
@@ -58,9 +64,10 @@ class RunningClient:
             self.process.kill()
         self.process.wait()
 
-    def _error(self, what: str) -> ClientError:
+    def _failed(self, what: str) -> str:
+        """The error's message. Prints the end of the log."""
         print_tail(self.log)
-        return ClientError(f"{self.engine.name}: the benchmark client {what}, log {self.log}")
+        return f"{self.engine.name}: the benchmark client {what}, log {self.log}"
 
 
 def run_client(engine: Engine, client: Client, device: str, log: Path, timeout_s: float) -> Metrics:

@@ -8,10 +8,11 @@ backend after another. Then compare the backends at a rate that keeps it with al
 
 Requests arrive as a Poisson process. A measurement is a run of the engine's own client, as in
 integration/serve_benchmark.py: at least --num-prompts prompts, and enough for --duration seconds. The median
-of --repeats measurements decides whether a rate keeps the limit; a rate with failed requests does not. The
+of --repeats measurements decides whether a rate keeps the limit. One with failed requests breaks it. So does
+one whose client is not done when the time is over, if it had at least 1.5 times the time of the arrivals. The
 search doubles or halves the rate, then bisects until the rates differ by --tolerance, and confirms the last
-two rates. Servers forget their
-cached prefixes before each measurement, so no prompt of an earlier one is answered from the cache.
+two rates. Servers forget their cached prefixes before each measurement, so no prompt of an earlier one is
+answered from the cache.
 
 The common rate is the lowest of the backends' highest rates. The report compares ITL, TTFT and tokens/s at
 that rate, and at each backend's own highest rate. A second server of a backend starts only if the common rate
@@ -41,7 +42,7 @@ from attn_backend.jit.progress import status
 from attn_backend.settings import refusal
 from integration import datasets
 from integration.benchmark import CLIENT_TIMEOUT_S, Benchmark, Load, Settings, describe, label, new_client
-from integration.client import run_client
+from integration.client import ClientTimeout, run_client
 from integration.command_line import exit_with, new_parser
 from integration.datasets import RECORDED, make_workload
 from integration.engines import Engine, Metrics
@@ -49,7 +50,7 @@ from integration.merge_reports import COMMON
 from integration.rate_search import Found, RateSearch
 from integration.report import format_table, write_tables
 from integration.results import Row
-from integration.server import Server, ready_server
+from integration.server import Server, ServerTimeout, ready_server
 from integration.serving_options import add_serving_options, check_serving_options, serving_settings
 from integration.warm_up import warm_up
 
@@ -95,6 +96,16 @@ class Plan:
 def seed_of(seed: int, rate: float, repeat: int) -> int:
     """The same for all backends; other prompts for each rate and repeat."""
     return seed + zlib.crc32(f"{rate:g} {repeat}".encode()) % 1_000_000_000
+
+
+def not_done(num_requests: int, duration_s: float) -> Metrics:
+    """A measurement whose client was ended after `duration_s`: without figures, all requests failed."""
+    return Metrics(0, num_requests, 0.0, 0.0, 0.0, 0.0, 0.0, duration_s, 0, 0)
+
+
+def done(repeats: list[Metrics]) -> list[Metrics]:
+    """Those with figures."""
+    return [one for one in repeats if one.requests]
 
 
 @dataclass
@@ -173,7 +184,7 @@ class Clock:
     @property
     def left(self) -> float:
         if self.seconds is None:
-            return CLIENT_TIMEOUT_S
+            return math.inf
         return self.seconds - (time.monotonic() - self.begin) - STOP_S
 
     def estimate_s(self, plan: Plan, rate: float) -> float:
@@ -181,7 +192,7 @@ class Clock:
         return 1.5 * plan.num_prompts(rate) / rate + self.client_start_s
 
     def suffices_for(self, estimate_s: float) -> bool:
-        return self.seconds is None or estimate_s <= self.left
+        return estimate_s <= self.left
 
 
 def go_through(plan: Plan, run: Benchmark, measurements: Measurements) -> bool:
@@ -213,23 +224,27 @@ def serve_and_measure(
     """The wanted measurements of one backend, by one server, as long as there is time."""
     settings, name = plan.settings, run.engine.name
     launch = run.launch(backend, environment=run.engine.forgetting_environment())
-    log = run.log(f"server-{backend}")
-    with ready_server(
-        run.engine, launch, log, settings.start_timeout_s, lambda: run.warm_up_prompts
-    ) as server:
-        with status(name, "warming up") as tell:
-            warm_up(run.engine, server.url, run.warm_up_prompts, settings.sampling, tell)
-        while rate := measurements.wanted(backend, settings.backends, plan.search):
-            if not clock.suffices_for(clock.estimate_s(plan, rate)):
-                return
-            forget_prefixes(run.engine, server.url)
-            measure(plan, run, measurements, server, rate, clock)
+    log, timeout_s = run.log(f"server-{backend}"), min(settings.start_timeout_s, clock.left)
+    try:
+        with ready_server(run.engine, launch, log, timeout_s, lambda: run.warm_up_prompts) as server:
+            with status(name, "warming up") as tell:
+                warm_up(run.engine, server.url, run.warm_up_prompts, settings.sampling, tell)
+            while rate := measurements.wanted(backend, settings.backends, plan.search):
+                if not clock.suffices_for(clock.estimate_s(plan, rate)):
+                    return
+                forget_prefixes(run.engine, server.url)
+                if not measure(plan, run, measurements, server, rate, clock):
+                    return
+    except ServerTimeout:
+        if timeout_s == settings.start_timeout_s:
+            raise
+        print(f"{name} with {backend}: the time is over, and the server is not ready", flush=True)
 
 
 def measure(
     plan: Plan, run: Benchmark, measurements: Measurements, server: Server, rate: float, clock: Clock
-) -> None:
-    """One measurement of a rate."""
+) -> bool:
+    """One measurement of a rate. Returns False if the time was over too early for one."""
     settings, backend = plan.settings, server.launch.name
     repeat = measurements.count(backend, rate)
     seed = seed_of(settings.seed, rate, repeat)
@@ -248,14 +263,25 @@ def measure(
     client = new_client(
         settings, run.model, server.launch.port, workload, rate, seed, settings.results / f"{name}.json"
     )
+    estimate_s = clock.estimate_s(plan, rate)
+    timeout_s = min(max(CLIENT_TIMEOUT_S, estimate_s), clock.left)
     begin = time.monotonic()
-    metrics = run_client(run.engine, client, settings.device, run.log(name), clock.left)
-    clock.client_start_s = max(time.monotonic() - begin - metrics.duration_s, 1.0) + 5
+    try:
+        metrics = run_client(run.engine, client, settings.device, run.log(name), timeout_s)
+    except ClientTimeout:
+        server.raise_if_dead()
+        if timeout_s < estimate_s:
+            print(f"{who}: the time is over, and the client is not done", flush=True)
+            return False
+        metrics = not_done(workload.num_requests, timeout_s)
+        value = f"the client was not done after {timeout_s:.0f} s"
+    else:
+        clock.client_start_s = max(time.monotonic() - begin - metrics.duration_s, 1.0) + 5
+        value = f"{LIMITS[plan.limited]} {getattr(metrics, plan.limited):.1f} ms"
     server.raise_if_dead()
     measurements.add(backend, rate, metrics)
-    found = measurements.found(backend, plan.search)
-    value = f"{LIMITS[plan.limited]} {getattr(metrics, plan.limited):.1f} ms"
-    print(f"{who}: {value} at {rate:g}/s; {state_of(found)}", flush=True)
+    print(f"{who}: {value} at {rate:g}/s; {state_of(measurements.found(backend, plan.search))}", flush=True)
+    return True
 
 
 def forget_prefixes(engine: Engine, url: str) -> None:
@@ -299,6 +325,12 @@ class Report:
         at = describe(workload, rate, settings.sampling, settings.max_concurrency, settings.n_best)
         return at.replace(f"{workload.num_prompts} prompts", f"{self.plan.num_prompts(rate)} prompts", 1)
 
+    def value_at(self, rate: float, repeats: list[Metrics]) -> str:
+        """The limited time at a rate, or that its clients were not done."""
+        if 2 * len(with_figures := done(repeats)) <= len(repeats):
+            return f"{rate:g}/s, not done in time"
+        return f"{rate:g}/s, {getattr(Row('', '', with_figures).metrics, self.plan.limited):.1f} ms"
+
     def highest_rates(self) -> str:
         """A table of what the searches found."""
         lines = []
@@ -306,10 +338,7 @@ class Report:
             found = self.measurements.found(backend, self.plan.search)
             rates = self.measurements.rates(backend)
             keeps, breaks = (
-                f"{rate:g}/s, {getattr(Row('', '', rates[rate]).metrics, self.plan.limited):.1f} ms"
-                if rate
-                else ""
-                for rate in (found.low, found.high)
+                self.value_at(rate, rates[rate]) if rate else "" for rate in (found.low, found.high)
             )
             state = "" if found.next_rate is None else f"next: {found.next_rate:g}/s"
             if found.next_rate is None and found.low is None:
@@ -321,34 +350,37 @@ class Report:
         return str(tabulate(lines, headers, tablefmt="pipe", disable_numparse=True))
 
     def rows(self) -> list[Row]:
-        """The backends at the common rate, then each at its highest."""
+        """The backends at the common rate, then each at its highest. Measurements without figures are left
+        out.
+        """
         search, common = self.plan.search, self.common_rate
         at_common, at_highest = [], []
         for backend in self.plan.settings.backends:
             found, rates = self.measurements.found(backend, search), self.measurements.rates(backend)
             if found.next_rate is not None or found.low is None or common is None:
                 continue
-            if common in rates:
-                at_common.append(
-                    Row(self.label(backend), f"Common rate: {self.load_name(common)}", rates[common])
-                )
+            if at_rate := done(rates.get(common, [])):
+                at_common.append(Row(self.label(backend), f"Common rate: {self.load_name(common)}", at_rate))
             at_highest.append(
                 Row(
                     f"{self.label(backend)}, {found.low:g}/s",
                     f"Each at its highest rate: {self.run.workloads[0].description}",
-                    rates[found.low],
+                    done(rates[found.low]),
                 )
             )
         return at_common + at_highest
 
     def curves(self) -> dict[str, dict[float, Metrics]]:
-        return {
+        """Of the backends and rates with figures."""
+        curves = {
             self.label(backend): {
-                rate: Row("", "", repeats).metrics for rate, repeats in sorted(rates.items())
+                rate: Row("", "", with_figures).metrics
+                for rate, repeats in sorted(self.measurements.rates(backend).items())
+                if (with_figures := done(repeats))
             }
             for backend in self.plan.settings.backends
-            if (rates := self.measurements.rates(backend))
         }
+        return {backend: curve for backend, curve in curves.items() if curve}
 
     def write(self) -> str:
         """Writes all files, and returns the tables."""
@@ -366,7 +398,8 @@ class Report:
             heading = f"{self.run.title}\n{self.run.workloads[0].description}"
             path = settings.results / "rates.png"
             limit = (self.plan.limited, search.limit)
-            written.append(plot_rates(path, heading, self.curves(), limit, self.common_rate))
+            if curves := self.curves():
+                written.append(plot_rates(path, heading, curves, limit, self.common_rate))
         for path in written:
             print(f"written: {path}", flush=True)
         return "\n\n".join(filter(None, [note, format_table(rows)]))

@@ -31,6 +31,10 @@ class ServerError(RuntimeError):
     """The server did not start or died; the end of its log was printed."""
 
 
+class ServerTimeout(ServerError):
+    """The server was not ready in time."""
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -151,5 +155,5 @@ def _wait_until_ready(
                     f"log {log}"
                 )
             if time.monotonic() - begin > timeout_s:
-                raise ServerError(f"{label}: the server was not ready after {timeout_s:.0f} s, log {log}")
+                raise ServerTimeout(f"{label}: the server was not ready after {timeout_s:.0f} s, log {log}")
             time.sleep(POLL_S)

@@ -26,26 +26,27 @@ from integration.tokenizer import write_word_tokenizer
 
 VLLM_DRAWS = """
 import numpy as np
-ends = np.cumsum([np.random.gamma(shape=1.0, scale=1.0 / rate) for _ in range(count)])
+ends = np.cumsum([np.random.gamma(shape=1.0, scale=1.0 / rate) for _ in range(count + more)])[:count]
 print([round(float(end) * count / rate / float(ends[-1]), 3) for end in ends])
 """
 SGLANG_DRAWS = """
 import time, numpy as np
 begin, sent = time.monotonic(), []
-for _ in range(count):
+for _ in range(count + more):
     sent.append(time.monotonic() - begin)
     time.sleep(0.01)  # the client's own work does not add up
     time.sleep(np.random.exponential(1.0 / rate))
-print([round(moment, 3) for moment in sent])
+print([round(moment, 3) for moment in sent[:count]])
 """
 
 
+@pytest.mark.parametrize("more", [0, 2])  # draws after the last request
 @pytest.mark.parametrize("draws", [VLLM_DRAWS, SGLANG_DRAWS, "print([])"])
-def test_a_client_sends_its_requests_at_the_given_times(draws, tmp_path):
+def test_a_client_sends_its_requests_at_the_given_times(draws, more, tmp_path):
     pytest.importorskip("numpy")
     arrivals = [0.0, 0.0, 0.3, 0.35, 0.9]
     (tmp_path / "arrivals.json").write_text(json.dumps(arrivals))
-    (tmp_path / "some_client.py").write_text(f"count, rate = 5, {mean_rate(arrivals)}\n{draws}")
+    (tmp_path / "some_client.py").write_text(f"count, more, rate = 5, {more}, {mean_rate(arrivals)}\n{draws}")
     options = {"keep_order": False, "sampling": None, "seed": 0, "wait_for": None}
     options["arrivals"] = str(tmp_path / "arrivals.json")
     script = str(REPOSITORY / "integration" / "bench_client.py")

@@ -15,10 +15,12 @@ from health_server import SERVE_HEALTH
 
 from integration import benchmark as serving
 from integration import operating_point
+from integration.client import ClientTimeout
 from integration.engines import Metrics
 from integration.model import Model
 from integration.operating_point import Measurements, Plan, find, parse_arguments, seed_of
 from integration.rate_search import RateSearch
+from integration.server import ServerError, ServerTimeout
 from integration.tokenizer import write_word_tokenizer
 
 CAPACITY = {"fast": 20.0, "slow": 7.0, "late": 0.1, "drops": 20.0}  # prompts per second, of each backend
@@ -31,6 +33,11 @@ class SimulatedEngine:
 
     def __init__(self):
         self.starts, self.sent, self.forgotten, self.ports = [], [], 0, {}
+        self.slow_above = float("inf")  # the rate: its clients do not end in time
+        self.limits = []  # of the servers' starts and the clients, seconds
+
+    def is_slow(self, client):
+        return client.request_rate > self.slow_above
 
     def stock_backend(self, device):
         return "stock"
@@ -59,7 +66,8 @@ class SimulatedEngine:
         self.sent.append(
             (self.ports[client.port], client.request_rate, client.workload.num_prompts, client.seed)
         )
-        return [sys.executable, "-c", f"open({str(client.result)!r}, 'w').write('{{}}')"]
+        wait = "import time; time.sleep(60); " if self.is_slow(client) else ""
+        return [sys.executable, "-c", f"{wait}open({str(client.result)!r}, 'w').write('{{}}')"]
 
     def client_environment(self, device):
         return {}
@@ -92,10 +100,14 @@ def engine(real_processes, monkeypatch):
     def ready_server(engine, launch, log, timeout_s, meanwhile):
         engine.server_command(launch)
         engine.server_environment(launch)
+        engine.limits.append(timeout_s)
         yield SimpleNamespace(launch=launch, url="", raise_if_dead=lambda: None)
 
     def run_client(engine, client, device, log, timeout_s):
         engine.client_command(client)
+        engine.limits.append(timeout_s)
+        if engine.is_slow(client):
+            raise ClientTimeout("was not done")
         return engine.read_result(client)
 
     monkeypatch.setattr(operating_point, "ready_server", ready_server)
@@ -213,6 +225,109 @@ def test_a_measurement_that_no_command_could_do_is_refused(engine, tmp_path, mon
     with pytest.raises(ValueError, match=too_long):
         find(replace(plan(tmp_path, "fast"), seconds=70.0, duration_s=30.0))
     assert (engine.starts, engine.sent) == (["fast"], [])
+
+
+def test_a_client_that_is_not_done_in_time_breaks_the_limit(engine, tmp_path, capsys):
+    engine.slow_above = 1.0
+    given = replace(plan(tmp_path, "fast", more="--tolerance 0.5"), seconds=1000.0)
+    assert find(given)
+    measured = [json.loads(path.read_text()) for path in (tmp_path / "r" / "measurements").glob("*.json")]
+    ended = [one["metrics"] for one in measured if one["rate"] > 1]
+    assert len(ended) > 3
+    assert {one["requests"] for one in ended} == {0}
+    assert {one["failed"] for one in ended} == {50, 60, 120}, "all"
+    assert all(970 < one["duration_s"] < 980 for one in ended)
+    assert report(tmp_path)["settings"]["common_rate"] == 1.0
+    text = (tmp_path / "r" / "report.md").read_text()
+    assert "| 1/s, 10.0 ms " in text
+    assert "| 1.41/s, not done in time |" in text
+    assert "the client was not done after 98" in capsys.readouterr().out
+    sent = len(engine.sent)
+    assert find(given)
+    assert len(engine.sent) == sent
+
+
+def test_a_command_goes_on_after_a_client_that_took_all_its_time(engine, tmp_path, monkeypatch):
+    engine.slow_above = 1.0
+    given = replace(plan(tmp_path, "fast", more="--tolerance 1 --repeats 1"), seconds=300.0)
+    begin = len(engine.sent)
+
+    def left(clock):
+        slow = any(rate > engine.slow_above for _, rate, _, _ in engine.sent[begin:])
+        return 0.0 if slow else 280.0
+
+    monkeypatch.setattr(operating_point.Clock, "left", property(left))
+    complete = []
+    while not complete or not complete[-1]:
+        begin = len(engine.sent)
+        complete.append(find(given))
+    assert complete == [False, False, True], "at 4/s, at 2/s, at 1/s"
+    assert [rate for _, rate, _, _ in engine.sent] == [4.0, 2.0, 1.0]
+
+
+def test_a_backend_whose_clients_are_never_done(engine, tmp_path):
+    engine.slow_above = 0.0
+    assert find(plan(tmp_path, "fast", more="--lowest-rate 2"))
+    assert "| 2/s, not done in time | no rate keeps the limit |" in (tmp_path / "r" / "report.md").read_text()
+    assert report(tmp_path)["rows"] == []
+
+
+def test_a_client_process_is_ended_when_the_time_is_over(real_processes, tmp_path, monkeypatch):
+    real_processes.slow_above = 2.0
+    monkeypatch.setattr(operating_point, "CLIENT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(operating_point.Clock, "estimate_s", lambda *_: 0.5)
+    assert find(plan(tmp_path, "fast", more="--repeats 1 --tolerance 1"))
+    assert report(tmp_path)["settings"]["common_rate"] == 2.0
+    assert [rate for _, rate, _, _ in real_processes.sent] == [4.0, 2.0]
+
+
+def test_a_client_that_had_too_little_time_says_nothing(engine, tmp_path, monkeypatch, capsys):
+    given = replace(plan(tmp_path, "fast"), seconds=1000.0)
+    left_s = 980.0
+
+    def forget_slowly(engine, url):
+        nonlocal left_s
+        if engine.sent:
+            left_s, engine.slow_above = 1.0, 0.0
+
+    monkeypatch.setattr(operating_point.Clock, "left", property(lambda clock: left_s))
+    monkeypatch.setattr(operating_point, "forget_prefixes", forget_slowly)
+    assert not find(given)
+    assert len(engine.sent) == 2
+    assert len(list((tmp_path / "r" / "measurements").glob("*.json"))) == 1
+    printed = capsys.readouterr().out
+    assert "the time is over, and the client is not done" in printed
+    assert "Not all is measured: the same command goes on." in printed
+
+
+def test_without_an_end_a_client_has_its_estimated_time(engine, tmp_path):
+    assert find(plan(tmp_path, "slow", more="--highest-rate 4 --repeats 1 --num-prompts 100"))
+    assert find(plan(tmp_path / "many", "slow", more="--highest-rate 4 --repeats 1 --num-prompts 10000"))
+    assert engine.limits == [900.0, 3600.0, 900.0, 1.5 * 10000 / 4 + 30]
+
+
+def test_a_start_ends_when_the_time_is_over(engine, tmp_path, monkeypatch, capsys):
+    started = operating_point.ready_server
+
+    @contextmanager
+    def first_only(engine, launch, log, timeout_s, meanwhile):
+        if engine.starts:
+            engine.limits.append(timeout_s)
+            raise ServerTimeout("was not ready")
+        with started(engine, launch, log, timeout_s, meanwhile) as server:
+            yield server
+
+    monkeypatch.setattr(operating_point, "ready_server", first_only)
+    given = plan(tmp_path, "fast", "slow")
+    assert not find(replace(given, seconds=500.0)), "the same command goes on"
+    assert 479 < engine.limits[0] <= 480
+    assert 470 < engine.limits[-1] <= 480
+    assert "simulated with slow: the time is over, and the server is not ready" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="seconds: 500, but a server's start and a measurement take longer"):
+        find(replace(given, seconds=500.0))
+    with pytest.raises(ServerError, match="was not ready"):
+        find(given)
+    assert engine.limits[-1] == 900.0
 
 
 def test_limits_that_no_rate_keeps_or_breaks(engine, tmp_path):
