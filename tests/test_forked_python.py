@@ -23,7 +23,7 @@ time.sleep(60)
 
 @pytest.fixture(autouse=True)
 def _own_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One that has imported nothing, for each test."""
+    """Each test has a process that has imported nothing."""
     start = cache(forked_python._forked_process.__wrapped__)
     monkeypatch.setattr(forked_python, "MODULES", ())
     monkeypatch.setattr(forked_python, "_forked_process", start)
@@ -51,7 +51,7 @@ def test_a_program_that_does_not_end(tmp_path: Path) -> None:
 
 
 def test_an_interrupt(tmp_path: Path) -> None:
-    """Its status must not become that of the next program."""
+    """The next program must not receive its status."""
     then = f"import os; os.kill({os.getpid()}, {int(signal.SIGINT)})"
     with pytest.raises(KeyboardInterrupt):
         run(LOCKS.format(then=then), str(tmp_path / "lock"))
