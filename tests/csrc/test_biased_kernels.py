@@ -297,14 +297,7 @@ def test_prefixes_and_chunks(emulated: Path, kernel: str, options: dict[str, obj
 def test_bits_of_a_row_do_not_depend_on_others(emulated: Path) -> None:
     """Even if other rows find larger scores later, or see nothing."""
     spec = cases.Spec(
-        (64, 70),
-        (400, 320),
-        num_kv_heads=1,
-        group_size=1,
-        head_dim=128,
-        dtype=torch.float16,
-        sm_scale=1.0,
-        num_ctas=2,
+        (64, 70), (400, 320), num_kv_heads=1, group_size=1, dtype=torch.float16, sm_scale=1.0, num_ctas=2
     )
     case = case_tensors.build(spec, CPU)
     attention = DeviceAttention(

@@ -130,7 +130,7 @@ def test_a_variant_that_transforms_q_and_k(emulated: Path, kernel: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_outputs_of_8_bits_and_large_numbers(emulated: Path, kernel: str) -> None:
     """Q beyond the float16 range becomes the largest float16."""
-    case = mixed_cases.build(cases.Spec((1, 40), (60, 90), head_dim=128, num_ctas=3), "cpu")
+    case = mixed_cases.build(cases.Spec((1, 40), (60, 90), head_dim=64, num_ctas=3), "cpu")
     case.q[:, 0, 0] = torch.tensor([1e30, -torch.inf, 7e4]).bfloat16().repeat(14)[: len(case.q)]
     case.kv.k[..., 0] *= 2.0**-14
     case.k_slots[..., 0] *= 2.0**-14

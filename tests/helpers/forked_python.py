@@ -8,12 +8,14 @@ own environment. This file is also that process.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from multiprocessing.connection import Connection, Pipe
@@ -22,32 +24,57 @@ from pathlib import Path
 MODULES = ("numpy", "torch")
 
 
-def run(program: str, arguments: Sequence[str], environment: dict[str, str]) -> str:
+def run(program: str, arguments: Sequence[str], environment: dict[str, str], timeout: float = 300) -> str:
     """Runs the text of a program, like `python -c`, and returns its standard output.
 
     Modules are found where this process finds them. OpenMP has one thread.
 
     Raises:
-        AssertionError: its exit status is not 0; the end of its standard error.
+        AssertionError: its exit status is not 0, or it takes longer than `timeout` seconds; with the end of
+            its standard error.
     """
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
-        connection = _forked_process()
-        connection.send((program, [*arguments], environment, [*sys.path], out, err))
-        status = connection.recv()
-        assert status == 0, f"exit status {status}\n{err.read_text(errors='replace')[-3000:]}"
+        err.touch()
+        process, connection = _forked_process()
+        status: int | None = None
+        try:
+            connection.send((program, [*arguments], environment, [*sys.path], out, err))
+            if connection.poll(timeout):
+                status = connection.recv()
+        finally:
+            # Also when a signal interrupts this: the next program would be given this one's status.
+            if status is None:
+                _forked_process.cache_clear()
+                _end(process, connection)
+        result = f"no exit status after {timeout} s" if status is None else f"exit status {status}"
+        assert status == 0, f"{result}\n{err.read_text(errors='replace')[-3000:]}"
         return out.read_text()
 
 
 @cache
-def _forked_process() -> Connection:
-    """A connection to the process that is forked; it ends with this one."""
+def _forked_process() -> tuple[subprocess.Popen[bytes], Connection]:
+    """The process that is forked, and a connection to it; it ends with this one."""
     connection, other = Pipe()
-    command = [sys.executable, "-P", __file__, str(other.fileno())]
+    command = [sys.executable, "-P", __file__, str(other.fileno()), *MODULES]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}  # read when torch is imported
-    subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[other.fileno()], env=environment)
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        pass_fds=[other.fileno()],
+        env=environment,
+        start_new_session=True,  # for _end()
+    )
     other.close()
-    return connection
+    return process, connection
+
+
+def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
+    """Ends the process that is forked, and its forks."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    connection.close()
 
 
 def _serve(connection: Connection) -> None:
@@ -84,7 +111,7 @@ def _become(
 
 
 if __name__ == "__main__":
-    for module in MODULES:
+    for module in sys.argv[2:]:
         import_module(module)
     if "attn_backend" in sys.modules or threading.active_count() > 1:
         sys.exit("attn_backend was imported or a thread started, but programs begin without")

@@ -241,6 +241,8 @@ static_assert(shared_layout(64).bytes <= 227 * 1024 && shared_layout(128).bytes 
                   shared_layout(HeadDims(576, 512), 1).bytes <= 227 * 1024 &&
                   shared_layout(64, KvForm(1, true)).bytes <= 227 * 1024 &&
                   shared_layout(128, KvForm(1, true)).bytes <= 227 * 1024 &&
+                  shared_layout(HeadDims(192, 128), KvForm(1, true)).bytes <= 227 * 1024 &&
+                  shared_layout(192, KvForm(1, true)).bytes <= 227 * 1024 &&
                   shared_layout(256, KvForm(1, true)).bytes <= 227 * 1024,
               "a block's limit");
 

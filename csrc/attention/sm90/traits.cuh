@@ -30,7 +30,8 @@ struct HopperTraits : Kernel {
   static constexpr bool kDequantizesInTiles = Kernel::kDequantizesInTiles && !kDequantizesInFeed;
   /// K and V are transformed in the ring while the tiles before them are multiplied (prepared_tiles.cuh). Not where the
   /// ring may have fewer than four tiles in use (Tuning::max_parts_in_flight): this needs two tiles after those that
-  /// are multiplied. There registers are scarce, too.
+  /// are multiplied. There registers are scarce, too. Tiles that the producer dequantizes are not transformed early,
+  /// either: Kernel::kDequantizes, unlike this struct's, is true of them.
   static constexpr bool kTransformsEarly =
       Kernel::kTransformsCache && !Kernel::kDequantizes && kTuningOfShape.stage_parts > 1;
   // The consumers that transform early need more registers than others.
