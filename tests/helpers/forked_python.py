@@ -16,65 +16,77 @@ import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
 from importlib import import_module
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
-MODULES = ("numpy", "torch")
 
+class ForkedPython:
+    """A process that is forked for each program. It starts with the first one.
 
-def run(program: str, arguments: Sequence[str], environment: dict[str, str], timeout: float = 300) -> str:
-    """Runs the text of a program, like `python -c`, and returns its standard output.
-
-    Modules are found where this process finds them. OpenMP has one thread.
-
-    Raises:
-        AssertionError: its exit status is not 0, or it takes longer than `timeout` seconds; with the end of
-            its standard error.
+    modules: what it imports.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder) / "out", Path(folder) / "err"
-        err.touch()
-        process, connection = _forked_process()
-        status: int | None = None
-        try:
-            connection.send((program, [*arguments], environment, [*sys.path], out, err))
-            if connection.poll(timeout):
-                status = connection.recv()
-        finally:
-            # Also when a signal interrupts this: the next program would be given this one's status.
-            if status is None:
-                _forked_process.cache_clear()
-                _end(process, connection)
-        result = f"no exit status after {timeout} s" if status is None else f"exit status {status}"
-        assert status == 0, f"{result}\n{err.read_text(errors='replace')[-3000:]}"
-        return out.read_text()
+
+    def __init__(self, *modules: str) -> None:
+        self._modules = modules
+        self._started: tuple[subprocess.Popen[bytes], Connection] | None = None
+
+    def run(
+        self, program: str, arguments: Sequence[str], environment: dict[str, str], timeout: float = 300
+    ) -> str:
+        """Runs the text of a program, like `python -c`, and returns its standard output.
+
+        Modules are found where this process finds them. OpenMP has one thread.
+
+        Raises:
+            AssertionError: its exit status is not 0, or it takes longer than `timeout` seconds; with the end
+                of its standard error.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            out, err = Path(folder) / "out", Path(folder) / "err"
+            err.touch()
+            connection = self._connect()
+            status: int | None = None
+            try:
+                connection.send((program, [*arguments], environment, [*sys.path], out, err))
+                if connection.poll(timeout):
+                    status = connection.recv()
+            finally:
+                # Also when a signal interrupts this: the next program would be given this one's status.
+                if status is None:
+                    self.end()
+            result = f"no exit status after {timeout} s" if status is None else f"exit status {status}"
+            assert status == 0, f"{result}\n{err.read_text(errors='replace')[-3000:]}"
+            return out.read_text()
+
+    def _connect(self) -> Connection:
+        if self._started is None:
+            connection, other = Pipe()
+            command = [sys.executable, "-P", __file__, str(other.fileno()), *self._modules]
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[other.fileno()],
+                env=os.environ | {"OMP_NUM_THREADS": "1"},  # read when torch is imported
+                start_new_session=True,  # for end()
+            )
+            other.close()
+            self._started = process, connection
+        return self._started[1]
+
+    def end(self) -> None:
+        """Ends the process and its forks. Otherwise it ends with this process."""
+        if self._started is None:
+            return
+        process, connection = self._started
+        self._started = None
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        connection.close()
 
 
-@cache
-def _forked_process() -> tuple[subprocess.Popen[bytes], Connection]:
-    """The process that is forked, and a connection to it; it ends with this one."""
-    connection, other = Pipe()
-    command = [sys.executable, "-P", __file__, str(other.fileno()), *MODULES]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # read when torch is imported
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        pass_fds=[other.fileno()],
-        env=environment,
-        start_new_session=True,  # for _end()
-    )
-    other.close()
-    return process, connection
-
-
-def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
-    """Ends the process that is forked, and its forks."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    connection.close()
+run = ForkedPython("numpy", "torch").run
 
 
 def _serve(connection: Connection) -> None:
