@@ -315,6 +315,7 @@ ASKED = {
     "index_kpool": "of a checkpoint's configuration: so does SGLang (configs/model_config.py)",
     "learnable_sink": "of a checkpoint's configuration: so does SGLang (arg_groups/overrides.py)",
     "use_bidirectional_attention": "of transformers' configuration of Gemma 4",
+    "VLLM_USE_RUST_FRONTEND": "of vllm/envs.py, in releases that have this frontend",
     "name": "of every enum",
     "forward": "of every module",
     "_attn_backend": "ours",
