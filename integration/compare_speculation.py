@@ -7,21 +7,27 @@ one server after another.
     python -m integration.compare_speculation --engine sglang --reference triton --model llama-3.1-8b \
         --server-args "--speculative-algorithm NGRAM --speculative-num-draft-tokens 8"
 
-Options of --server-args that begin with --spec control speculation. The servers: `backend` and
-`reference` have all options, and the backends of those names; `plain` is the backend again, without the
-options of speculation. --reference none leaves the reference out, where the engine's own backend verifies no
-drafts (SGLang's on a CPU).
+Options of --server-args that begin with --spec control speculation. There are three servers:
 
-- Greedy, one prompt at a time and then all at once: `backend`, `reference` and `plain` give the same tokens.
-  In 16 bits answers may differ from a near tie of the two most probable tokens on (see compare_tokens).
-- Greedy, one at a time: the accept length of an answer (tokens that it gains with each pass that verifies a
-  draft) equals that of `reference` where the tokens are the same. In 16 bits a near tie of the draft may also
-  go either way; then the differences must not have a mean other than 0 (sign-flip test, p > 0.001).
-- With --sampling: each of the first --sampled-prompts prompts gets --answers answers, with seeds, other ones
-  in every server. For each prompt and position the tokens of `backend` must have the distribution of
-  `reference` and of `plain` (two-sample chi-square, cells of fewer than 10 pooled, every p > 0.001 divided
-  by the number of tests). A round asks each of these prompts once, at the same time; the mean accept length
-  of the rounds must equal that of `reference` (permutation test, p > 0.001).
+- `backend` and `reference` run the backends of those names, with all options.
+- `plain` runs the first backend again, without speculation.
+
+Pass --reference none if the engine's own backend verifies no drafts (SGLang's on a CPU).
+
+The program checks:
+
+- Greedy tokens, one prompt at a time and then all at once: the three servers give the same tokens. In 16 bits
+  two answers may differ after a near tie of the two most probable tokens (see compare_tokens).
+- Greedy accept lengths, one prompt at a time. The accept length is the number of tokens that an answer gains
+  with each verified draft. `backend` and `reference` have equal accept lengths for equal answers. In 16 bits
+  near ties of the draft model may change single lengths. The mean difference must then be 0 (sign-flip test,
+  p > 0.001).
+- Samples, with --sampling. Each of the first --sampled-prompts prompts gets --answers answers. Every server
+  uses different seeds. For each prompt and position, the tokens of `backend` must have the same distribution
+  as the tokens of `reference` and of `plain`. The test is a two-sample chi-square. It pools cells of fewer
+  than 10 tokens and wants p > 0.001 divided by the number of tests.
+- Sampled accept lengths. A round asks each of these prompts once, at the same time. The mean accept length of
+  the rounds must be equal for `backend` and `reference` (permutation test, p > 0.001).
 
 Exit status: 0 when all of this holds, 1 otherwise.
 """

@@ -18,10 +18,11 @@ The common rate is the lowest of the backends' highest rates. The report compare
 that rate, and at each backend's own highest rate. A second server of a backend starts only if the common rate
 was not measured while its first one ran.
 
-Each measurement is a file in --results. If a command ends early, or --seconds are over, the same command goes
-on from there. More --backends can be added later. The exit status is 0 when all is measured, 75 when the same
-command must go on, and 1 after an error. --results also gets report.md and report.json with the tables,
-rates.png with the curves, and the logs.
+Each measurement is a file in --results. If a command ends early, or --seconds are over, run the same command
+again: it continues. You may add --backends later. --results also gets the logs, the tables (report.md,
+report.json) and the curves (rates.png).
+
+Exit status: 0 if everything is measured, 75 if the same command must continue, 1 after an error.
 """
 
 from __future__ import annotations
@@ -70,8 +71,10 @@ Rates = dict[float, list[Metrics]]
 class Plan:
     """Which rates are measured, and how. `settings.loads` has one load, whose rate is not used.
 
-    duration_s: the shortest time in which a measurement's prompts arrive. seconds: no measurement begins that
-    would end later; None: no limit. limited: the field of Metrics that the search limits.
+    Attributes:
+        duration_s: the prompts of a measurement arrive over at least this time.
+        seconds: the command ends within this time. None: no limit.
+        limited: the field of Metrics that the search limits.
     """
 
     settings: Settings

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Found:
-    """Where a search stands.
+    """The state of a search.
 
-    next_rate: the rate to measure once more; None: the search has ended. low: the highest rate that kept the
-    limit; None: none did. high: the lowest rate above it that did not; None: all did.
+    Attributes:
+        next_rate: measure this rate once more. None: the search has ended.
+        low: the highest rate that kept the limit. None: no rate kept it.
+        high: the lowest rate above `low` that broke the limit. None: no rate broke it.
     """
 
     next_rate: float | None

@@ -316,7 +316,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--replay-every",
         type=int,
         default=50,
-        help="repeat one request in so many by itself, and compare the answers; default: %(default)s",
+        help="repeat every N-th request by itself and compare the answers; default: %(default)s",
     )
     parser.add_argument(
         "--sample-every",

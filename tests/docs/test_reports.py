@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,19 +18,25 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def rows(text: str) -> list[list[str]]:
-    """The cells of each table line with numbers, except derived columns."""
-    found: list[list[str]] = []
+def table_lines(text: str) -> Iterator[tuple[list[str], str]]:
+    """The header and the text of each line of a table."""
     header: list[str] = []
     for line in text.splitlines():
         if not line.startswith("|"):
             header = []
         elif not header:
             header = cells(line)
-        elif re.search(r"\|\s*\d+\.\d", line):
-            named = zip(header, cells(line), strict=True)
-            found.append([cell for name, cell in named if DERIVED not in name])
-    return found
+        elif line.strip("|-: "):
+            yield header, line
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of each table line with numbers, except derived columns."""
+    return [
+        [cell for name, cell in zip(header, cells(line), strict=True) if DERIVED not in name]
+        for header, line in table_lines(text)
+        if re.search(r"\|\s*\d+\.\d", line)
+    ]
 
 
 REPORTED = [
@@ -80,20 +87,6 @@ def test_a_table_has_its_command_and_the_report_is_linked(report: Path) -> None:
     assert any(re.search(rf"\]\((?:\S*/)?{report.name}(?:#\S*)?\)", page.read_text()) for page in others)
 
 
-def table_rows(text: str) -> list[dict[str, str]]:
-    """The lines of all tables of a page, by column."""
-    found: list[dict[str, str]] = []
-    header: list[str] = []
-    for line in text.splitlines():
-        if not line.startswith("|"):
-            header = []
-        elif not header:
-            header = cells(line)
-        elif line.strip("|-: "):
-            found.append(dict(zip(header, cells(line), strict=True)))
-    return found
-
-
 PAPER = (DOCS / "reports/paper.md").read_text()
 OTHERS = "\n".join(
     page.read_text()
@@ -102,7 +95,11 @@ OTHERS = "\n".join(
 )
 
 
-@pytest.mark.parametrize("row", table_rows(PAPER), ids=lambda row: next(iter(row.values()))[:40])
+@pytest.mark.parametrize(
+    "row",
+    [dict(zip(header, cells(line), strict=True)) for header, line in table_lines(PAPER)],
+    ids=lambda row: next(iter(row.values()))[:40],
+)
 def test_a_row_of_the_paper_s_page_has_a_command_and_figures_of_a_report(row: dict[str, str]) -> None:
     """Or it is open, or outside of the scope. Ratios are derived from the figures."""
     names = set(re.findall(r"^    # ([A-Z](?:, [A-Z])*)\b", PAPER, re.MULTILINE))

@@ -24,7 +24,7 @@ from pathlib import Path
 class ForkedPython:
     """A process that is forked for each program. It starts with the first one.
 
-    modules: what it imports.
+    modules: names that it imports.
     """
 
     def __init__(self, *modules: str) -> None:

@@ -1,12 +1,13 @@
-// How a warp of the producer loads its share of a KV tile. There are two ways, and a kernel for each, because a launch
-// costs more the more code a kernel has, whether it runs or not (ADR 19):
-// - TMA loads boxes of pages, where it can describe the cache (BoxCopier);
-// - cp.async gathers rows, where it cannot: pages of fewer than 8 tokens that are not consecutive, and strides that are
-//   no multiple of 16 bytes (RowCopier).
-// look_up() starts to read the page table. found() has what was read, and copy() is called when the ring has room.
+// How a warp of the producer loads its share of a KV tile. There are two ways. Each has its own kernel, because a
+// larger kernel costs every launch (ADR 19):
+// - BoxCopier: TMA loads boxes of pages, if it can describe the cache.
+// - RowCopier: cp.async gathers rows from all other caches. Their pages have fewer than 8 tokens and are not
+//   consecutive, or their strides are no multiple of 16 bytes.
 //
-// Where the producer dequantizes tiles in place (dequantizer.cuh), copy() spreads them over the room that they will
-// take: each block of columns lies where the last of the blocks that it becomes will lie.
+// look_up() starts to read the page table, and found() returns the result. copy() runs when the ring has room.
+//
+// If the producer dequantizes tiles in place (dequantizer.cuh), copy() spreads a tile over the memory of its 16-bit
+// form. A stored block becomes two blocks, and copy() writes it to the second one.
 #pragma once
 
 #include "attention/feed/params.h"

@@ -98,9 +98,9 @@ struct SharedLayout {
                               // (float8_prefill.cuh); none of others
   int32_t dequantized_bytes;  // of one of them
   int32_t probabilities;      // of wide heads: elements [64 rows][kv_tile]
-  int32_t staged;             // [staged_pieces][kProducerThreads] pieces of 16 bytes of an 8-bit cache
+  int32_t staged;             // of an 8-bit cache: pieces of 16 bytes [staged_pieces][kProducerThreads]
   int32_t row_states;         // float [2 (maximum, sum)][kSharingWarps][16]; of wide heads [3 (and correction)][64]
-  int32_t items;              // WorkItem [q_stages], each with item_scales_bytes() if the cache is of 8 bits
+  int32_t items;              // WorkItem [q_stages]; over an 8-bit cache each is followed by item_scales_bytes()
   int32_t item_bytes;
   int32_t queued;    // int32 [2]: pairs from the work queue
   int32_t barriers;  // mbarriers: q_full, q_free [q_stages], kv_full, kv_free [kv_stages][stage_parts], transformed;

@@ -28,10 +28,10 @@ ATTN_HD constexpr Tuning first_for(const Tuning (&tunings)[kCount], HeadDims dim
   return Tuning{};
 }
 
-/// max_parts_in_flight: enough to keep the memory busy. With more, some multiprocessors get more of its bandwidth than
-/// others, and all wait for the last (ADR 18). Where stages have no parts, more than kv_stages - 2 would be wrong: the
-/// producer would not wait for a warpgroup that only waits for a tile. keeps_maxima and finds_runs take registers that
-/// the output of wide heads needs.
+/// max_parts_in_flight: enough to keep the memory busy. With more, some multiprocessors get more bandwidth than others,
+/// and all wait for the slowest (ADR 18). If stages have no parts, it must be at most kv_stages - 2. Otherwise the
+/// producer could refill a tile while a warpgroup still waits for its old phase.
+/// keeps_maxima, finds_runs: off for wide heads, whose output needs the registers.
 ATTN_HD constexpr Tuning tuning(HeadDims dims, KvForm kv = 2) {
   constexpr Tuning kTunings[] = {
       {.max_qk = 64,
