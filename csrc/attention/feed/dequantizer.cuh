@@ -40,22 +40,28 @@ class InPlaceDequantizer {
   __device__ __forceinline__ void fill(Copier& copier, const LoadedRowTile& tile, int32_t head, int count, int limited,
                                        ptx::CachePolicy policy, const LookUp& look_up, Place& place) {
     const int first = loaded_;
-    int part = dequantized_place(place).index;  // of the next tile to dequantize
 #pragma unroll 1
     for (int done = first; done < first + count; ++done) {
       // Consumers may wait for a tile that has been loaded. Before the warp waits for room, which they make, it
       // therefore dequantizes all.
-      while (loaded_ < first + count && (loaded_ == done || has_room(place, loaded_ - first < limited))) {
+      while (loaded_ < first + count) {
+        const bool is_limited = loaded_ - first < limited;
+        const Place to = dequantized_place(place);
+        if (loaded_ == done)
+          wait_for_room(to, is_limited);
+        else if (is_limited || !has_room(to))
+          break;
         const auto found = copier.found(tile);
         const int next = loaded_ + 1 - first;
         if (Copier::kGathers && next < count) look_up(next);
-        load(copier, found, head, dequantized_place(place), loaded_ - first < limited, policy);
+        copier.template copy<0, Share::kMaxBlocks>(shared_, found, head, to.index, policy, barrier(loaded_));
+        ++loaded_;
         if (!Copier::kGathers && next < count) look_up(next);
         place = place.ahead(2 * kTileParts);
         if (loaded_ - done == kStoredBarriers) break;
       }
-      dequantize(part, done);
-      part += part < Shared::kKvParts - 2 * kTileParts ? 2 * kTileParts : 2 * kTileParts - Shared::kKvParts;
+      const int part = dequantized_place(place).index - (loaded_ - done) * 2 * kTileParts;
+      dequantize(part < 0 ? part + Shared::kKvParts : part, done);
     }
   }
 
@@ -65,23 +71,17 @@ class InPlaceDequantizer {
     return share_.is_v ? stored.ahead(kTileParts - kParts) : stored;
   }
 
-  /// Whether a tile may be filled without waiting. All lanes must do the same, and may see a barrier in different
-  /// phases.
-  __device__ __forceinline__ bool has_room(const Place& stored, bool is_limited) const {
-    const Place place = dequantized_place(stored);
-    bool has = !is_limited & shared_.is_kv_free(place);
+  /// Whether a tile may be filled. All lanes must do the same, and may see a barrier in different phases.
+  __device__ __forceinline__ bool has_room(const Place& place) const {
+    bool has = shared_.is_kv_free(place);
     if constexpr (kTileParts > kParts) has &= shared_.is_kv_free(place.ahead(kParts));
     return __all_sync(0xffffffffu, has);
   }
 
-  template <class Found>
-  __device__ __forceinline__ void load(const Copier& copier, const Found& found, int32_t head, const Place& place,
-                                       bool is_limited, ptx::CachePolicy policy) {
+  __device__ __forceinline__ void wait_for_room(const Place& place, bool is_limited) const {
     if (is_limited) shared_.wait_kv_free(place.ahead(Shared::kKvParts - Traits::kTuning.max_parts_in_flight));
     shared_.wait_kv_free(place);
     if constexpr (kTileParts > kParts) shared_.wait_kv_free(place.ahead(kParts));
-    copier.template copy<0, Share::kMaxBlocks>(shared_, found, head, place.index, policy, barrier(loaded_));
-    ++loaded_;
   }
 
   __device__ __forceinline__ uint32_t barrier(int load) const {
@@ -106,35 +106,41 @@ class InPlaceDequantizer {
     Shared::arrive_as_warp(shared_.kv_full(part), kArrivals);
   }
 
+  /// A lane takes whole rows: no other lane reads what it writes over. Eight lanes access a chunk of eight rows, in
+  /// different banks. The lane takes one piece after another: of its rows, or of its row's pairs of blocks.
   template <class Stored, class Wide>
   __device__ __forceinline__ void dequantize_rows(char* tile) const {
-    constexpr int kRowsOfWarp = 8;  // that a warp takes at a time: four lanes take a block of a dequantized row
-    // Of a lane, read before any is written: registers are few.
-    constexpr int kRows = 2;
-    constexpr int kStep = kRows * kRowsOfWarp;
-    static_assert(Share::kTokens % kStep == 0 && Stored::kBlockBytes == Wide::kBlockBytes);
-    const int lane = ptx::lane_id(), chunk = lane % 4;
-    // Eight lanes take a pair of rows, chosen so that neither their loads nor their stores fall into the same banks.
-    const int first = share_.first_token + (lane / 8 ^ lane / 4 % 2 * 5);
-    uint32_t from = Stored::offset(first, chunk), to = Wide::offset(first, chunk * 2);
+    constexpr int kLaneRows = Share::kTokens / 32;
+    constexpr int kBlocks = Wide::kBlocks % 2 == 0 ? 2 : Wide::kBlocks;  // of a piece
+    constexpr int kPieces = kLaneRows * (Wide::kBlocks / kBlocks);
+    constexpr uint32_t kNextPiece = kLaneRows > 1 ? 32 * Wide::kRowBytes : kBlocks * Wide::kBlockBytes;
+    static_assert(Share::kTokens % 32 == 0 && (kLaneRows == 1 || Wide::kBlocks == kBlocks) &&
+                  Stored::kBlockBytes == Wide::kBlockBytes && Stored::kRowBytes == Wide::kRowBytes);
+    constexpr int kChunks = kBlocks * 4;  // of a piece, of sixteen numbers
+    // Chunks that are read ahead. The last stored block may lie in the only block that it becomes: its chunks are then
+    // all read before the first is written over.
+    constexpr int kAhead = kBlocks % 2 == 1 ? 4 : leaves_registers(Wide::kHeadColumns) ? 2 : 1;
+    const auto read = [&](uint32_t piece, int chunk) {
+      return *reinterpret_cast<const uint4*>(tile + (piece ^ chunk % 8 << 4) +
+                                             target_block(chunk / 8, true, kBlocks) * Stored::kBlockBytes);
+    };
+    uint32_t piece = Wide::offset(share_.first_token + ptx::lane_id(), 0);
+    uint4 bytes[kAhead];
+#pragma unroll
+    for (int chunk = 0; chunk < kAhead; ++chunk) bytes[chunk] = read(piece, chunk);
 #pragma unroll 1
-    for (int row = 0; row < Share::kTokens; row += kStep) {
+    for (int i = 0; i < kPieces; ++i, piece += kNextPiece) {
 #pragma unroll
-      for (int block = 0; block < Wide::kBlocks; ++block) {
-        uint4 bytes[kRows];
-#pragma unroll
-        for (int i = 0; i < kRows; ++i)
-          bytes[i] = *reinterpret_cast<const uint4*>(
-              tile + (from ^ block % 2 * 64) + target_block(block / 2, true, Wide::kBlocks) * Stored::kBlockBytes +
-              i * kRowsOfWarp * Stored::kRowBytes);
-        if (target_block(block / 2, true, Wide::kBlocks) == block) __syncwarp();  // all lanes have read the rows
-#pragma unroll
-        for (int i = 0; i < kRows; ++i)
-          store_sixteen<typename Wide::Element, typename Stored::Element>(
-              tile, to + block * Wide::kBlockBytes + i * kRowsOfWarp * Wide::kRowBytes, bytes[i]);
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        const uint4 now = bytes[chunk % kAhead];
+        const int next = chunk + kAhead;
+        if (next < kChunks)
+          bytes[chunk % kAhead] = read(piece, next);
+        else if (i + 1 < kPieces)
+          bytes[chunk % kAhead] = read(piece + kNextPiece, next - kChunks);
+        store_sixteen<typename Wide::Element, typename Stored::Element>(
+            tile, (piece ^ chunk % 4 << 5) + chunk / 4 * Wide::kBlockBytes, now);
       }
-      from += kStep * Stored::kRowBytes;
-      to += kStep * Wide::kRowBytes;
     }
   }
 
@@ -147,7 +153,7 @@ class InPlaceDequantizer {
 
   const Shared& shared_;
   const Share& share_;
-  int loaded_ = 0;  // tiles so far
+  int loaded_ = 0;      // tiles so far
 };
 
 /// Where consumers dequantize, or nobody.
