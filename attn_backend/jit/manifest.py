@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from string import Template
 from typing import NamedTuple, Protocol
@@ -209,13 +209,6 @@ class Design:
     serves: Callable[[HeadDims, bool], bool] = lambda dims, transforms: True
     multiplies_float8: bool = False
 
-    @property
-    def dequantizes_in_feed(self) -> bool:
-        """Whether the warps that load K and V dequantize them, under 16-bit Q (KvForm::in_feed in csrc/). The
-        cubins' names tell: attention_source() reads them.
-        """
-        return any("_feed" in stem for stem in self.cubins.values())
-
     def cubins_for(self, shape: KernelShape) -> dict[str, str]:
         """The entries of `cubins` for a shape.
 
@@ -246,13 +239,6 @@ DESIGNS = {
     ),
     "generic": Design("sm80", ARCHS, {"attention": "sm80"}),
 }
-# "hopper" with other prefills over 8-bit caches, which no GPU has timed yet (ADR 53). No kernel of it is
-# built ahead of time, and Attention does not know it: who tests or times it adds it to DESIGNS, by another
-# name.
-HOPPER_FEED = replace(
-    DESIGNS["hopper"],
-    cubins={"attention": "sm90_feed", "attention_rows": "sm90_feed_gather"},
-)
 
 
 @dataclass(frozen=True)
@@ -494,7 +480,7 @@ _SM90_ATTENTION = Template("""\
 #include "attention/sm90/attention.cuh"
 
 namespace attn {
-using KernelTraits = sm90::HopperTraits<$traits$in_feed>;
+using KernelTraits = sm90::HopperTraits<$traits>;
 template <class Traits>
 using KernelCopier = feed::$copier<Traits>;
 }  // namespace attn
@@ -581,10 +567,10 @@ def attention_source(design: str, shape: KernelShape, variant_type: str) -> str:
         "sm80": (_SM80_ATTENTION, ""),
         "sm90": (_SM90_ATTENTION, "BoxCopier"),
         "sm90_gather": (_SM90_ATTENTION, "RowCopier"),
-    }[design.replace("_feed", "")]
+    }[design]
     if copier and dims.is_wide and has_8_bits:
         copier = "DequantizingCopier"
-    return template.substitute(traits=traits, copier=copier, in_feed=", true" if "_feed" in design else "")
+    return template.substitute(traits=traits, copier=copier)
 
 
 def merge_source(element: str, variant_type: str) -> str:

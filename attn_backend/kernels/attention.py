@@ -106,6 +106,19 @@ _dumps = itertools.count(1)
 _MAX_FLOAT = torch.finfo(torch.float32).max
 
 
+def multiplies_float8(
+    design: manifest.Design | None, q_dtype: torch.dtype, dims: HeadDims, variant: Variant | None
+) -> bool:
+    """Whether prefill multiplies 8-bit Q, K and V as they are (kMultipliesFloat8 in csrc/)."""
+    return (
+        design is not None
+        and design.multiplies_float8
+        and q_dtype == torch.float8_e4m3fn
+        and dims in manifest.MULTIPLIED_FLOAT8_HEAD_DIMS
+        and (variant is None or (variant.uses_softmax and not variant.has_transforms))
+    )
+
+
 @dataclass(frozen=True)
 class AttentionConfig:
     """The checked arguments of an Attention, by name."""
@@ -179,7 +192,7 @@ class AttentionConfig:
             skips_kv_tiles=variant is not None and variant.skips_kv_tiles,
             has_sinks=self.sinks,
             float8_out=self.float8_out,
-            dequantizes_in_feed=design is not None and design.dequantizes_in_feed,
+            multiplies_float8=multiplies_float8(design, self.q_dtype, self.dims, variant),
         )
 
     def kernel_files(self, variant: AttentionVariant | None) -> dict[str, str]:

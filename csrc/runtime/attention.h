@@ -36,16 +36,16 @@ struct AttentionConfig {
   int32_t device;
   bool batch_invariant;
   bool on_cuda;
-  bool has_variant;          // other than the standard one
-  bool uses_softmax;         // of the variant
-  bool has_mask;             // the variant
-  bool skips_kv_tiles;       // the variant's mask may have holes (VariantBase::kSkipsTiles)
-  bool has_sinks;            // runs may be given sinks
-  bool float8_out;           // runs may be given a scale of O, which is then e4m3
-  bool dequantizes_in_feed;  // the kernels do, where they can: KvForm::in_feed
+  bool has_variant;        // other than the standard one
+  bool uses_softmax;       // of the variant
+  bool has_mask;           // the variant
+  bool skips_kv_tiles;     // the variant's mask may have holes (VariantBase::kSkipsTiles)
+  bool has_sinks;          // runs may be given sinks
+  bool float8_out;         // runs may be given a scale of O, which is then e4m3
+  bool multiplies_float8;  // KvForm::is_multiplied
 
   HeadDims dims() const { return HeadDims(head_dim, head_dim_v); }
-  KvForm kv_form() const { return KvForm(bytes_of(kv_dtype), dequantizes_in_feed && !has_8_bits(q_dtype)); }
+  KvForm kv_form() const { return KvForm(bytes_of(kv_dtype), multiplies_float8); }
   DLDevice dl_device() const { return DLDevice{on_cuda ? kDLCUDA : kDLCPU, device}; }
 };
 

@@ -7,14 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from attn_backend.jit import manifest
-
-
-@pytest.fixture(autouse=True)
-def _has_hopper_feed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention(kernel="hopper_feed"), a design that no kernel is built for."""
-    monkeypatch.setitem(manifest.DESIGNS, "hopper_feed", manifest.HOPPER_FEED)
-
 
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:

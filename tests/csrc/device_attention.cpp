@@ -54,9 +54,9 @@ struct PassedAttention {
   double out_scale;
   const void* q_rope;  // nullptr: q has all columns
   int64_t q_rope_strides[2];
-  AttentionScales scales;  // of an 8-bit cache
-  int64_t in_feed;         // KvForm
-  int64_t launched;        // the kernel that was launched, a number among the design's
+  AttentionScales scales;     // of an 8-bit cache
+  int64_t multiplies_float8;  // KvForm::is_multiplied
+  int64_t launched;           // the kernel that was launched, a number among the design's
 };
 
 LatentAttentionParams passed_attention(const ScheduleConfig& config, void* workspace, const PassedAttention& passed) {
@@ -118,7 +118,7 @@ void run_attention(PassedAttention& passed, uint32_t seed) {
   const HeadDims dims(static_cast<int32_t>(passed.sizes[2]), static_cast<int32_t>(passed.sizes[5]));
   const auto o_dtype = params.has_out_scale() ? DataType::kFloat8E4M3 : static_cast<DataType>(passed.dtype);
   const auto q_dtype = static_cast<DataType>(passed.q_dtype), kv_dtype = static_cast<DataType>(passed.kv_dtype);
-  const KvForm kv_form(bytes_of(kv_dtype), passed.in_feed != 0);
+  const KvForm kv_form(bytes_of(kv_dtype), passed.multiplies_float8 != 0);
   const LaunchContext context{
       levels.data(), static_cast<int32_t>(levels.size()), o_dtype, q_dtype, kv_dtype, dims, codes, {}, ptx::encode,
       kv_form};

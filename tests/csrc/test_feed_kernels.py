@@ -22,12 +22,10 @@ from torch import Tensor
 from variant_fuzz.catalogue import by_reference
 
 from attn_backend import Attention, KVCache
-from attn_backend.jit import manifest
 from attn_backend.variants import builtin
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
 
-FEED = "hopper_feed"
 FORMS = ((torch.bfloat16, 64, DTYPES[0]), (torch.float16, 128, DTYPES[1]), (torch.bfloat16, 256, DTYPES[0]))
 # Every kind of row tile for wgmma, with one and with many KV tiles, alone and one after the other.
 PROMPTS = (((300, 7), (300, 7)), ((70, 20, 200), (700, 300, 200)), ((9,) * 5, (70, 300, 1, 129, 64)))
@@ -77,7 +75,13 @@ def test_bits_of_prompts_are_those_of_a_16_bit_cache(
         )
         problem = Float8Case(spec.with_(**CACHES[cache]), "cpu", kv_dtype)
         case = replace(problem.case, kv=of_scales(problem, scales))
-        fed = run(emulated, case.attention(kernel=FEED, cascade=False, kv_dtype=kv_dtype), FEED, case, number)
+        fed = run(
+            emulated,
+            case.attention(kernel="hopper", cascade=False, kv_dtype=kv_dtype),
+            "hopper",
+            case,
+            number,
+        )
         plain_case = replace(case, kv=dequantized(case.kv, dtype, scales))
         plain = run(
             emulated, plain_case.attention(kernel="hopper", cascade=False), "hopper", plain_case, number
@@ -106,10 +110,10 @@ def test_pairs_from_the_work_queue(emulated: Path, form: tuple[torch.dtype, int,
     )
     problem = Float8Case(spec, "cpu", kv_dtype, "request and head", "request")
     case = problem.case
-    attention = DeviceAttention(emulated, case.attention(kernel=FEED, **problem.options), FEED)
+    attention = DeviceAttention(emulated, case.attention(kernel="hopper", **problem.options), "hopper")
     attention.plan(case.view)
     case.run(attention, out=case.out, lse=case.lse)  # type: ignore[arg-type]
-    problem.check(case.out, case.lse, FEED)
+    problem.check(case.out, case.lse, "hopper")
     schedule = attention.schedule()
     assert schedule.uses_queue
     assert (schedule.of_tiles("kind") == 4).any() == (head_dim == 64)
@@ -138,10 +142,12 @@ def test_many_orders_of_threads(emulated: Path, form: tuple[torch.dtype, int, to
         )
         problem = Float8Case(spec, "cpu", kv_dtype, "head", "tensor")
         case = problem.case
-        attention = DeviceAttention(emulated, case.attention(kernel=FEED, **problem.options), FEED, seed)
+        attention = DeviceAttention(
+            emulated, case.attention(kernel="hopper", **problem.options), "hopper", seed
+        )
         attention.plan(case.view)
         case.run(attention, out=case.out, lse=case.lse)  # type: ignore[arg-type]
-        problem.check(case.out, case.lse, FEED)
+        problem.check(case.out, case.lse, "hopper")
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -162,11 +168,11 @@ def test_decodes_and_prompts_of_one_cta(emulated: Path, form: tuple[torch.dtype,
         )
         problem = Float8Case(spec, "cpu", kv_dtype, "head", "tensor")
         case = problem.case
-        made = case.attention(kernel=FEED, cascade=False, **problem.options)
-        attention = DeviceAttention(emulated, made, FEED, seed)
+        made = case.attention(kernel="hopper", cascade=False, **problem.options)
+        attention = DeviceAttention(emulated, made, "hopper", seed)
         attention.plan(case.view)
         case.run(attention, out=case.out, lse=case.lse)  # type: ignore[arg-type]
-        problem.check(case.out, case.lse, FEED)
+        problem.check(case.out, case.lse, "hopper")
 
 
 SLOPES = builtin.alibi_slopes(6) / 4
@@ -210,11 +216,11 @@ def test_variants(emulated: Path, name: str) -> None:
         )
         problem = Float8Case(spec, "cpu", DTYPES[0], "head", "head")
         case = problem.case
-        made = case.attention(kernel=FEED, variant=variant, **problem.options)
-        attention = DeviceAttention(emulated, made, FEED, number, variant)
+        made = case.attention(kernel="hopper", variant=variant, **problem.options)
+        attention = DeviceAttention(emulated, made, "hopper", number, variant)
         attention.plan(case.view, **({"variant_args": args} if "mask" in name else {}))
         case.run(attention, out=case.out, lse=case.lse, variant_args=args)  # type: ignore[arg-type]
-        problem.check(case.out, case.lse, FEED, expected)
+        problem.check(case.out, case.lse, "hopper", expected)
 
 
 def test_outputs_of_8_bits(emulated: Path) -> None:
@@ -230,24 +236,11 @@ def test_outputs_of_8_bits(emulated: Path) -> None:
             "request",
         )
         case, expected = problem.case, problem.expected()[0]
-        made = case.attention(kernel=FEED, cascade=("always", False)[number % 2], **problem.options)
-        attention = DeviceAttention(emulated, made, FEED, number)
+        made = case.attention(kernel="hopper", cascade=("always", False)[number % 2], **problem.options)
+        attention = DeviceAttention(emulated, made, "hopper", number)
         attention.plan(case.view)
         case.run(attention, out=case.out)  # type: ignore[arg-type]
         out, scale = out_of_8_bits(case), scale_for(expected, 0.3)
         case.run(attention, out=out, out_scale=scale)  # type: ignore[arg-type]
         check_rounded(out[: case.rows], expected, scale, TOLERANCE, case.spec)
         check_like_unfused(out[: case.rows], case.out[: case.rows], scale, case.spec)
-
-
-def test_no_kernel_is_built_ahead_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that adds the design compiles its kernels when it first needs them."""
-    assert not [name for arch in manifest.ARCHS for name in manifest.kernels(arch) if "feed" in name]
-    name = manifest.attention_name(
-        "sm90_feed_gather", manifest.KernelShape("bf16", manifest.HeadDims.of(64), "e4m3")
-    )
-    source = manifest.source_of(name, manifest.SM90)
-    assert source is not None
-    assert ", true>;" in source
-    monkeypatch.delitem(manifest.DESIGNS, FEED)
-    assert manifest.source_of(name, manifest.SM90) is None

@@ -1,7 +1,5 @@
 """The attention kernels over 8-bit caches without a GPU (test_attention_kernels.py): dequantized in registers
 for mma.sync, in shared memory for wgmma.
-
-As "hopper_feed" the producer dequantizes for wgmma.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import pytest
 import torch
 import variant_sources
 from compositions import Shape, cascade_problem
-from device_attention import FLOAT8_KERNELS, KERNELS, DeviceAttention
+from device_attention import KERNELS, DeviceAttention
 from float8_cases import (
     DTYPES,
     MULTIPLIED_LSE_TOLERANCE,
@@ -69,12 +67,12 @@ def run_and_check(
 
 
 @pytest.mark.parametrize("form", distinct(FORMS, repeated={4}), ids=str)
-@pytest.mark.parametrize("kernel", FLOAT8_KERNELS)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_random_cases(emulated: Path, kernel: str, form: tuple[torch.dtype, int]) -> None:
     """Pages of 1 to 64 tokens, windows, soft caps, scales of every form, shared prefixes."""
     dtype, head_dim = form
     kv_dtype = DTYPES[dtype == torch.float16]
-    turn = FORMS.index(form) + FLOAT8_KERNELS.index(kernel)
+    turn = FORMS.index(form) + KERNELS.index(kernel)
     for number, (qo_lens, kv_lens) in in_turn(BATCHES, turn, without_gpu=2):
         rng = numpy.random.default_rng([number, head_dim, 82])
         spec = cases.Spec(
@@ -200,7 +198,7 @@ def test_8_bit_products_of_variants(emulated: Path) -> None:
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v"), distinct([(192, 128), (72, 200), (128, 64)], repeated={2})
 )
-@pytest.mark.parametrize("kernel", FLOAT8_KERNELS)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_heads_of_different_widths(emulated: Path, kernel: str, head_dim: int, head_dim_v: int) -> None:
     """Loaded by TMA, gathered, in runs of tokens; V in separate memory."""
     caches = [
@@ -209,7 +207,7 @@ def test_heads_of_different_widths(emulated: Path, kernel: str, head_dim: int, h
         {"page_size": 1, "run_pages": 1000},
         {"page_size": 1, "table_form": "ragged", "cache_form": "ragged"},
     ]
-    turn = (192, 72, 128).index(head_dim) + FLOAT8_KERNELS.index(kernel)
+    turn = (192, 72, 128).index(head_dim) + KERNELS.index(kernel)
     for number, cache in in_turn(caches, turn, without_gpu=2):
         spec = cases.Spec(
             *BATCHES[number % 2 * 2],
@@ -294,8 +292,7 @@ def test_wide_values_in_the_bytes_of_keys(emulated: Path) -> None:
     assert torch.equal(*outs)
 
 
-@pytest.mark.parametrize("design", ["hopper", "hopper_feed"])
-def test_caches_that_tma_loads_and_those_that_are_gathered(emulated: Path, design: str) -> None:
+def test_caches_that_tma_loads_and_those_that_are_gathered(emulated: Path) -> None:
     caches = {
         "attention": [
             {"page_size": 16},
@@ -322,10 +319,12 @@ def test_caches_that_tma_loads_and_those_that_are_gathered(emulated: Path, desig
                 seed=number,
             )
             problem = Float8Case(spec.with_(**cache), "cpu", DTYPES[dtype == torch.float16], "head", "head")
-            assert run_and_check(problem, emulated, design, number, wants_lse=False, cascade=False) == kernel
+            assert (
+                run_and_check(problem, emulated, "hopper", number, wants_lse=False, cascade=False) == kernel
+            )
 
 
-@pytest.mark.parametrize("kernel", FLOAT8_KERNELS)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_shared_prefixes_with_scales_of_requests(emulated: Path, kernel: str) -> None:
     """Rows of one row tile have different scales, also for wgmma."""
     for number, (rows, group_size) in enumerate(((1, 4), (5, 4), (20, 2))):
@@ -343,7 +342,7 @@ def test_shared_prefixes_with_scales_of_requests(emulated: Path, kernel: str) ->
         run_and_check(problem, emulated, kernel, number, cascade="always")
 
 
-@pytest.mark.parametrize("kernel", FLOAT8_KERNELS)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_compositions(emulated: Path, kernel: str) -> None:
     for seed in range(3):
         shape = Shape(

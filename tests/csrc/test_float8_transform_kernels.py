@@ -12,7 +12,7 @@ import numpy
 import oracle
 import pytest
 import torch
-from device_attention import CACHES, FLOAT8_KERNELS, KERNELS, DeviceAttention
+from device_attention import CACHES, KERNELS, DeviceAttention
 from float8_cases import DTYPES, TOLERANCE, Float8Case, rounding
 from variant_fuzz.arguments import Sizes
 from variant_fuzz.catalogue import entry_of
@@ -53,7 +53,7 @@ def run_and_check(
 
 
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("kernel", FLOAT8_KERNELS)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_every_kind_of_row_tile(emulated: Path, kernel: str, name: str) -> None:
     dtype, head_dim, kv_dtype = FORMS[name]
     scales = (("request and head", "head"), ("number", "request"), ("head", "tensor"))
@@ -75,7 +75,7 @@ def test_every_kind_of_row_tile(emulated: Path, kernel: str, name: str) -> None:
             )
 
 
-@pytest.mark.parametrize("kernel", FLOAT8_KERNELS)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_every_form_of_cache(emulated: Path, kernel: str) -> None:
     dtype, head_dim, kv_dtype = FORMS["rope"]
     for seed, (form, cache) in enumerate(CACHES.items()):
@@ -100,7 +100,7 @@ def test_every_form_of_cache(emulated: Path, kernel: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{"cascade": "always"}, {"batch_invariant": True}], ids=str)
-@pytest.mark.parametrize("kernel", FLOAT8_KERNELS)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_prefixes_and_chunks(emulated: Path, kernel: str, options: dict[str, object]) -> None:
     dtype, head_dim, kv_dtype = FORMS["rope"]
     for seed, rows in enumerate((1, 20)):
@@ -134,7 +134,7 @@ def test_queries_of_8_bits(emulated: Path, kernel: str) -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "head_dim", "head_dim_v"),
-    [*((kernel, 72, 200) for kernel in FLOAT8_KERNELS), ("generic", 512, 512)],
+    [*((kernel, 72, 200) for kernel in KERNELS), ("generic", 512, 512)],
 )
 def test_other_widths(emulated: Path, kernel: str, head_dim: int, head_dim_v: int) -> None:
     spec = cases.Spec(

@@ -19,12 +19,10 @@ from workspace import config_bytes, workspace_of
 from attn_backend import Attention, BSRView, Composition, KVCache, Variant
 from attn_backend.jit import manifest
 from attn_backend.jit.manifest import HeadDims
+from attn_backend.kernels.attention import multiplies_float8
 from attn_backend.kernels.native import DTYPES, KV_DTYPES, kv_element_of, values_of
 
 KERNELS = ("generic", "hopper")
-# Over 8-bit caches. The last is manifest.HOPPER_FEED, which only the tests of tests/csrc/ have in
-# manifest.DESIGNS.
-FLOAT8_KERNELS = (*KERNELS, "hopper_feed")
 # Structs of tests/csrc/slanted_variant.h, by their names in DeviceAttention.
 TEST_VARIANTS = {"slanted": "SlantedVariant", "squared": "SquaredVariant", "placed": "PlacedVariant"}
 
@@ -101,7 +99,7 @@ class _Passed(ctypes.Structure):
         ("q_rope", ctypes.c_void_p),
         ("q_rope_strides", ctypes.c_int64 * 2),
         ("scales", AttentionScales),
-        ("in_feed", ctypes.c_int64),
+        ("multiplies_float8", ctypes.c_int64),
         ("launched", ctypes.c_int64),
     )
 
@@ -182,7 +180,9 @@ class DeviceAttention:
         self._levels: tuple[BSRView, ...] = ()
         design = manifest.DESIGNS[kernel]
         self._kernels = tuple(design.cubins)
-        self._in_feed = design.dequantizes_in_feed and attention.q_dtype == attention.dtype
+        self._multiplies_float8 = multiplies_float8(
+            design, attention.q_dtype, dims, variant if isinstance(variant, Variant) else None
+        )
         self.launched = ""
 
     def __getattr__(self, name: str) -> Any:
@@ -265,7 +265,7 @@ class DeviceAttention:
                 of_dtypes[2],
                 of_dtypes[1],
             ),
-            self._in_feed,
+            self._multiplies_float8,
             -1,
         )
         workspace = ctypes.c_void_p(memory.schedule.data_ptr())

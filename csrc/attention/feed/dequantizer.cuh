@@ -153,7 +153,7 @@ class InPlaceDequantizer {
 
   const Shared& shared_;
   const Share& share_;
-  int loaded_ = 0;      // tiles so far
+  int loaded_ = 0;  // tiles so far
 };
 
 /// Where consumers dequantize, or nobody.

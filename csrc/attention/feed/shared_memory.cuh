@@ -70,10 +70,9 @@ struct SharedMemory {
     return base + kLayout.kv + stage / 2 * (kLayout.k_stage_bytes + kLayout.v_stage_bytes) +
            stage % 2 * kLayout.k_stage_bytes;
   }
-  /// With an 8-bit cache, one of two tiles: in prefill 0 is the K tile that is multiplied next, and 1 the V tile. In
-  /// decode each warpgroup has one. 8-bit prefill transposes V tiles into them in turn.
-  __device__ __forceinline__ char* dequantized(int number) const {
-    return base + kLayout.dequantized + number * kLayout.dequantized_bytes;
+  /// One of two places of transposed V tiles, if 8-bit elements are multiplied.
+  __device__ __forceinline__ char* transposed(int number) const {
+    return base + kLayout.transposed + number * kLayout.transposed_bytes;
   }
   __device__ __forceinline__ WorkItem& item(int stage) const {
     return *reinterpret_cast<WorkItem*>(base + kLayout.items + stage * kLayout.item_bytes);

@@ -94,13 +94,12 @@ struct SharedLayout {
   int32_t kv;
   int32_t k_stage_bytes;  // K and V tiles lie in turn
   int32_t v_stage_bytes;
-  int32_t dequantized;        // a K and a V tile of an 8-bit cache, as they are multiplied, or two V tiles transposed
-                              // (float8_prefill.cuh); none of others
-  int32_t dequantized_bytes;  // of one of them
-  int32_t probabilities;      // of wide heads: elements [64 rows][kv_tile]
-  int32_t staged;             // of an 8-bit cache: pieces of 16 bytes [staged_pieces][kProducerThreads]
-  int32_t row_states;         // float [2 (maximum, sum)][kSharingWarps][16]; of wide heads [3 (and correction)][64]
-  int32_t items;              // WorkItem [q_stages]; over an 8-bit cache each is followed by item_scales_bytes()
+  int32_t transposed;        // two V tiles, if 8-bit elements are multiplied (float8_prefill.cuh)
+  int32_t transposed_bytes;  // of one of them
+  int32_t probabilities;     // of wide heads: elements [64 rows][kv_tile]
+  int32_t staged;            // of an 8-bit cache: pieces of 16 bytes [staged_pieces][kProducerThreads]
+  int32_t row_states;        // float [2 (maximum, sum)][kSharingWarps][16]; of wide heads [3 (and correction)][64]
+  int32_t items;             // WorkItem [q_stages]; over an 8-bit cache each is followed by item_scales_bytes()
   int32_t item_bytes;
   int32_t queued;    // int32 [2]: pairs from the work queue
   int32_t barriers;  // mbarriers: q_full, q_free [q_stages], kv_full, kv_free [kv_stages][stage_parts], transformed;
@@ -131,11 +130,11 @@ struct SharedLayout {
         kv(tuning.q_stages * q_stage_bytes),
         k_stage_bytes(tuning.kv_tile * tile_row_bytes(stage_dims(dims, tuning).qk, kv_element_bytes)),
         v_stage_bytes(tuning.kv_tile * tile_row_bytes(stage_dims(dims, tuning).v, kv_element_bytes)),
-        dequantized(kv + ceil_div(tuning.kv_stages, 2) * k_stage_bytes + tuning.kv_stages / 2 * v_stage_bytes),
-        dequantized_bytes(kv_element_bytes == element_bytes || tuning.dequantized_stages > 0
-                              ? 0
-                              : tuning.kv_tile * tile_row_bytes(dims.widest(), element_bytes)),
-        probabilities(dequantized + 2 * dequantized_bytes),
+        transposed(kv + ceil_div(tuning.kv_stages, 2) * k_stage_bytes + tuning.kv_stages / 2 * v_stage_bytes),
+        transposed_bytes(kv_element_bytes == element_bytes || tuning.dequantized_stages > 0
+                             ? 0
+                             : tuning.kv_tile * tile_row_bytes(dims.widest(), element_bytes)),
+        probabilities(transposed + 2 * transposed_bytes),
         staged(probabilities + (is_wide(dims) ? 64 * tuning.kv_tile * 2 : 0)),
         row_states(staged + tuning.staged_pieces * kProducerThreads * 16),
         items(row_states + 2 * kSharingWarps * 16 * 4),

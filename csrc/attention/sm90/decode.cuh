@@ -24,8 +24,6 @@ struct DecodeSwitches {
   static constexpr bool kSkipsTiles = Traits::Variant::kSkipsTiles;    // variants with sparse masks
   static constexpr bool kRewritesQuery = Traits::kRewritesQuery;       // Q hooks, Q of another 16-bit type
   static constexpr bool kDequantizesInRegisters = Traits::kDequantizesInRegisters;  // 8-bit caches without transforms
-  static constexpr bool kDequantizesInTiles =
-      Traits::kDequantizesInTiles;  // 8-bit caches, if a variant transforms K or V
   static constexpr bool kSharesTiles = SharedMemory<Traits>::kParts == 2;  // KV tiles of 128 tokens: narrow heads
 };
 
@@ -76,16 +74,13 @@ struct Decode {
     LaneRows<Variant, 1> rows(params, item.rows, item.group, item.kv_head, 0);
     const auto constants = scores.constants(item, 0);
     const int part = Switches::kSharesTiles ? warpgroup() : 0;
-    const int row = part * Shared::kPartTokens + warp.first_token;               // of a KV tile
-    const int own_row = Switches::kDequantizesInTiles ? warp.first_token : row;  // of own_tile()
+    const int row = part * Shared::kPartTokens + warp.first_token;  // of a KV tile
 
     // Q: all warps multiply the same rows.
     const uint32_t q = ptx::shared_address(shared.q(q_stage)) +
                        (Switches::kDequantizesInRegisters ? Held::offset(lane) : Query::rows_first(lane));
     if constexpr (Switches::kRewritesQuery)
       rewrite_query<Traits, kSharingThreads>(params, item, shared.q(q_stage), 0, kWarpRows);
-    else if constexpr (Switches::kDequantizesInTiles)
-      Consumers::sync();  // no warp multiplies the dequantized tiles
     Held held;
     if constexpr (Switches::kDequantizesInRegisters) held.load(q);
 
@@ -108,12 +103,10 @@ struct Decode {
 
       // S = Q K^T
       shared.wait_kv_full(keys);
-      prepare<KeyTransform<Variant>, KTile<Traits>, Keys>(item, keys.index, row, own_row, token,
-                                                          TokenRange{0, Walk::kTokens});
+      transform<KeyTransform<Variant>, Keys>(item, keys.index, row, token);
       float s[1][kTokens / 8][4];
       uint32_t p[1][kTokens / 8][2];
-      const uint32_t k =
-          ptx::shared_address(own_tile(keys.index)) + own_row * Keys::kRowBytes + Keys::columns_first(lane);
+      const uint32_t k = ptx::shared_address(shared.kv(keys.index)) + row * Keys::kRowBytes + Keys::columns_first(lane);
       if constexpr (Switches::kDequantizesInRegisters) {
         state.template dequantized_scores<kQkColumns, kTokens, Keys, KvElement>(
             s, [&](int, int d, uint32_t (&a)[4]) { held.get(a, q, d); }, k);
@@ -134,13 +127,13 @@ struct Decode {
       // O += P V
       shared.wait_kv_full(values);
       const TokenRange readable{item.readable.begin - token + row, item.readable.end - token + row};  // rows of V
-      prepare<ValueTransform<Variant>, VTile<Traits>, Values>(item, values.index, row, own_row, token, readable);
-      if (!Switches::kDequantizesInTiles && (token < item.readable.begin || token + kTokens > item.readable.end)) {
+      transform<ValueTransform<Variant>, Values>(item, values.index, row, token);
+      if (token < item.readable.begin || token + kTokens > item.readable.end) {
         zero_rows<Values, 32>(shared.kv(values.index), row, row + kTokens, readable.begin, readable.end, lane);
         __syncwarp();
       }
       const uint32_t v =
-          ptx::shared_address(own_tile(values.index)) + own_row * Values::kRowBytes + Values::rows_first(lane);
+          ptx::shared_address(shared.kv(values.index)) + row * Values::kRowBytes + Values::rows_first(lane);
       if constexpr (Switches::kDequantizesInRegisters)
         state.template dequantized_accumulate<kTokens, Values, KvElement>(p, v);
       else
@@ -156,27 +149,12 @@ struct Decode {
         state, target, warp, halves, shared.q(q_stage), shared.row_states());
   }
 
-  /// Where this warp multiplies its rows of the tile at `part`.
-  __device__ __forceinline__ char* own_tile(int part) const {
-    return Switches::kDequantizesInTiles ? ring.shared.dequantized(warpgroup()) : ring.shared.kv(part);
-  }
-
-  /// Dequantizes and transforms the warp's rows of the tile at `part`, from `row` on, if they are multiplied in shared
-  /// memory. They are then rows of own_tile(), from `own_row` on. `token`: of the first. Rows outside of `readable`
-  /// become zeros where they are dequantized.
-  template <class Transform, class Stored, class Tile>
-  __device__ __forceinline__ void prepare(const WorkItem& item, int part, int row, int own_row, int32_t token,
-                                          const TokenRange& readable) const {
-    if constexpr (Switches::kDequantizesInTiles) {
-      __syncwarp();  // all lanes have multiplied the previous rows
-      dequantize_tile_rows<Stored, Tile, Element, KvElement, kTokens, 32>(ring.shared.kv(part), row, own_tile(part),
-                                                                          own_row, ptx::lane_id(), readable);
-      __syncwarp();
-    }
+  /// Transforms the warp's rows of the tile at `part`, from `row` on. `token`: of the first.
+  template <class Transform, class Tile>
+  __device__ __forceinline__ void transform(const WorkItem& item, int part, int row, int32_t token) const {
     if constexpr (Transform::kExists) {
-      constexpr int kRowsAtOnce = Switches::kDequantizesInTiles && !leaves_registers(Traits::kVColumns) ? 1 : 2;
-      transform_tokens<Traits, Transform, Tile, 32, kTokens, kRowsAtOnce, 4>(
-          params, item, own_tile(part), own_row, own_row + kTokens, ptx::lane_id(), token - own_row);
+      transform_tokens<Traits, Transform, Tile, 32, kTokens, 2, 4>(params, item, ring.shared.kv(part), row,
+                                                                   row + kTokens, ptx::lane_id(), token - row);
       ptx::fence_async_proxy();  // before TMA writes it again
       __syncwarp();
     }

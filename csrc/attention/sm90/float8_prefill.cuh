@@ -100,7 +100,7 @@ struct Float8Prefill {
   using State = WarpState<typename Traits::Element, kColumns, 1>;  // of one warp, which has 16 rows
   using Transposed = TransposedValues<kTokens, kColumns>;
   static constexpr int kChunks = Values::kHeadChunks / 2;  // of V, that a warpgroup transposes
-  static_assert(Transposed::kBlockBytes <= Shared::kLayout.dequantized_bytes);
+  static_assert(Transposed::kBlockBytes <= Shared::kLayout.transposed_bytes);
   static_assert(Shared::kKvParts % (2 * Shared::kParts) == 0, "the parts of a KV tile follow one another");
 
   /// Probabilities are multiplied by 2^kShift, and are up to 2^kSlack before, because a row's maximum is left as it is
@@ -232,7 +232,7 @@ struct Float8Prefill {
   }
 
   /// The V tile that is multiplied next.
-  __device__ __forceinline__ char* transposed() const { return shared.dequantized(num_multiplied & 1); }
+  __device__ __forceinline__ char* transposed() const { return shared.transposed(num_multiplied & 1); }
 
   /// Transposes this warp's tokens of the V tile at `part`: its warpgroup's columns, or all if it computes the item
   /// alone. What must not be read becomes zeros: a NaN would reach the output.

@@ -31,7 +31,6 @@ struct PrefillSwitches {
   using Variant = typename Traits::Variant;
   static constexpr bool kUsesSoftmax = Variant::kUsesSoftmax;  // all variants but those with custom weights
   static constexpr bool kSkipsTiles = Variant::kSkipsTiles;    // variants with sparse masks
-  static constexpr bool kDequantizes = Traits::kDequantizes;   // 8-bit caches
   static constexpr bool kWaitsForProducts = Traits::kTuning.waits_for_products;  // heads of 64 columns, 16-bit caches
   static constexpr bool kAddsBias = Traits::kTakesLastFirst;  // ALiBi: the bias is added with the exponentials, and
                                                               // KV tiles are taken from the last to the first
@@ -94,8 +93,7 @@ struct Prefill {
       // P(i) = exp2(S(i) - maximum), while P(i - 1) V(i - 1) is under way.
       float added[2], correction[2];
       bool raised = false;
-      if constexpr (!Switches::kKeepsMaxima) tiles.free(ring.kv);              // K(i): no row computes its scores again
-      if constexpr (Switches::kDequantizes) state.scale = scores.scale(item);  // read again: not kept over products
+      if constexpr (!Switches::kKeepsMaxima) ring.free_tile(ring.kv);  // K(i): no row computes its scores again
       scores.finish(item, s, first_row, token, constants, rows, !Switches::kAddsBias);
       if constexpr (!Switches::kUsesSoftmax) {
         added[0] = added[1] = 0.0f;
@@ -127,7 +125,7 @@ struct Prefill {
       state.sum[0][0] += added[0];
       state.sum[0][1] += added[1];
 
-      if constexpr (Switches::kKeepsMaxima) tiles.free(ring.kv);
+      if constexpr (Switches::kKeepsMaxima) ring.free_tile(ring.kv);
       ring.next_tile();
       if constexpr (!Switches::kWaitsForProducts) {
         ptx::wgmma_fence_operand(s[0]);  // p is still read before the wait
@@ -174,7 +172,7 @@ struct Prefill {
   /// Starts s = Q K^T.
   __device__ __forceinline__ void multiply_keys(float (&s)[1][kTokens / 8][4], ptx::MatrixDescriptor q,
                                                 int part) const {
-    const ptx::MatrixDescriptor keys = Keys::columns_descriptor(ptx::shared_address(tiles.keys(part)));
+    const ptx::MatrixDescriptor keys = Keys::columns_descriptor(ptx::shared_address(ring.shared.kv(part)));
 #pragma unroll
     for (int k = 0; k < kQkColumns / 16; ++k)
       ptx::wgmma_shared<Element::kMmaType>(s[0], Query::columns(q, k), Keys::columns(keys, k), k > 0);
@@ -183,7 +181,7 @@ struct Prefill {
 
   /// Starts o += P V.
   __device__ __forceinline__ void multiply_values(State& state, const uint32_t (&p)[kTokens / 16][4], int part) const {
-    const ptx::MatrixDescriptor values = Values::rows_descriptor(ptx::shared_address(tiles.values(part)));
+    const ptx::MatrixDescriptor values = Values::rows_descriptor(ptx::shared_address(ring.shared.kv(part)));
 #pragma unroll
     for (int k = 0; k < kTokens / 16; ++k)
       ptx::wgmma_registers<Element::kMmaType>(state.o[0], p[k], Values::rows(values, k), 1);
@@ -194,7 +192,7 @@ struct Prefill {
   __device__ __forceinline__ void finish_values(State& state, const Place& values) const {
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operand(state.o[0]);
-    tiles.free(values);
+    ring.free_tile(values);
   }
 
   __device__ __forceinline__ ptx::MatrixDescriptor query(int stage) const {
@@ -308,7 +306,7 @@ struct Prefill {
       float step[1][kStep / 8][4];
       State::set_to_zero(step);
       const uint32_t keys =
-          ptx::shared_address(tiles.keys(part)) + token * Keys::kRowBytes + Keys::columns_first(ptx::lane_id());
+          ptx::shared_address(ring.shared.kv(part)) + token * Keys::kRowBytes + Keys::columns_first(ptx::lane_id());
 #pragma unroll
       for (int d = 0; d < kQkColumns / 16; ++d) {
         uint32_t a[4], b[4];

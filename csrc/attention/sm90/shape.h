@@ -99,8 +99,8 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, KvForm kv = 2) {
        .producer_registers = 72,
        .has_third_consumer = true},
   };
-  // 8-bit caches
-  constexpr Tuning kFloat8Tunings[] = {
+  // 8-bit caches whose elements are multiplied
+  constexpr Tuning kMultipliedTunings[] = {
       {.max_qk = 64,
        .max_v = 64,
        .max_kind = kTwoWarpgroupKind,
@@ -121,50 +121,10 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, KvForm kv = 2) {
        .max_parts_in_flight = 12,
        .producer_registers = 88,
        .finds_runs = true},
-      // MLA that is not absorbed
-      {.max_qk = 256,
-       .max_v = 128,
-       .max_kind = kTwoWarpgroupKind,
-       .kv_tile = 64,
-       .q_stages = 1,
-       .kv_stages = 8,
-       .stage_parts = 1,
-       .max_parts_in_flight = 6,
-       .producer_registers = 88},
-      {.max_qk = 256,
-       .max_v = 256,
-       .max_kind = kTwoWarpgroupKind,
-       .kv_tile = 64,
-       .q_stages = 1,
-       .kv_stages = 6,
-       .stage_parts = 1,
-       .max_parts_in_flight = 4,
-       .producer_registers = 72},
-      // dequantized by the producer
-      {.max_qk = 512,
-       .max_v = 512,
-       .max_kind = 2,
-       .kv_tile = 64,
-       .q_stages = 1,
-       .kv_stages = 2,
-       .stage_parts = 2,
-       .producer_registers = 104,
-       .has_third_consumer = true,
-       .staged_pieces = 12},
-      // there is no room to stage them
-      {.max_qk = 576,
-       .max_v = 512,
-       .max_kind = 2,
-       .kv_tile = 64,
-       .q_stages = 1,
-       .kv_stages = 2,
-       .stage_parts = 2,
-       .producer_registers = 112,
-       .has_third_consumer = true},
   };
-  // 8-bit caches that the producer dequantizes. Consumers are as over 16-bit caches. Row tiles of 16 rows have as many
-  // tiles in flight as over other 8-bit caches.
-  constexpr Tuning kFeedTunings[] = {
+  // 8-bit caches that the producer dequantizes (feed/dequantizer.cuh). Row tiles of 16 rows have as many tiles in
+  // flight as kMultipliedTunings.
+  constexpr Tuning kFloat8Tunings[] = {
       {.max_qk = 64,
        .max_v = 64,
        .max_kind = kTwoWarpgroupKind + 1,
@@ -211,8 +171,29 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, KvForm kv = 2) {
        .max_parts_in_flight = 4,
        .producer_registers = 72,
        .dequantized_stages = 2},
+      // dequantized before they are in the ring
+      {.max_qk = 512,
+       .max_v = 512,
+       .max_kind = 2,
+       .kv_tile = 64,
+       .q_stages = 1,
+       .kv_stages = 2,
+       .stage_parts = 2,
+       .producer_registers = 104,
+       .has_third_consumer = true,
+       .staged_pieces = 12},
+      // there is no room to stage them
+      {.max_qk = 576,
+       .max_v = 512,
+       .max_kind = 2,
+       .kv_tile = 64,
+       .q_stages = 1,
+       .kv_stages = 2,
+       .stage_parts = 2,
+       .producer_registers = 112,
+       .has_third_consumer = true},
   };
-  if (kv.in_feed && kv.element_bytes == 1 && !is_wide(dims)) return first_for(kFeedTunings, dims);
+  if (kv.is_multiplied) return first_for(kMultipliedTunings, dims);
   return kv.element_bytes == 1 ? first_for(kFloat8Tunings, dims) : first_for(kTunings, dims);
 }
 
@@ -236,14 +217,12 @@ static_assert(shared_layout(64).bytes <= 227 * 1024 && shared_layout(128).bytes 
                   shared_layout(HeadDims(192, 128)).bytes <= 227 * 1024 && shared_layout(192).bytes <= 227 * 1024 &&
                   shared_layout(256).bytes <= 227 * 1024 && shared_layout(HeadDims(576, 512)).bytes <= 227 * 1024 &&
                   shared_layout(64, 1).bytes <= 227 * 1024 && shared_layout(128, 1).bytes <= 227 * 1024 &&
-                  shared_layout(HeadDims(256, 128), 1).bytes <= 227 * 1024 &&
-                  shared_layout(256, 1).bytes <= 227 * 1024 && shared_layout(512, 1).bytes <= 227 * 1024 &&
+                  shared_layout(HeadDims(192, 128), 1).bytes <= 227 * 1024 &&
+                  shared_layout(192, 1).bytes <= 227 * 1024 && shared_layout(256, 1).bytes <= 227 * 1024 &&
+                  shared_layout(512, 1).bytes <= 227 * 1024 &&
                   shared_layout(HeadDims(576, 512), 1).bytes <= 227 * 1024 &&
                   shared_layout(64, KvForm(1, true)).bytes <= 227 * 1024 &&
-                  shared_layout(128, KvForm(1, true)).bytes <= 227 * 1024 &&
-                  shared_layout(HeadDims(192, 128), KvForm(1, true)).bytes <= 227 * 1024 &&
-                  shared_layout(192, KvForm(1, true)).bytes <= 227 * 1024 &&
-                  shared_layout(256, KvForm(1, true)).bytes <= 227 * 1024,
+                  shared_layout(128, KvForm(1, true)).bytes <= 227 * 1024,
               "a block's limit");
 
 }  // namespace attn::sm90

@@ -10,30 +10,30 @@
 
 namespace attn::sm90 {
 
-/// Kernel: its Traits. kInFeed: the producer dequantizes K and V of 8-bit caches under 16-bit Q, and consumers run the
-/// loops of 16-bit caches (feed/dequantizer.cuh). Off in all kernels until it has been timed on a GPU: HOPPER_FEED in
-/// manifest.py.
-template <class Kernel, bool kInFeed = false>
+/// Kernel: its Traits.
+template <class Kernel>
 struct HopperTraits : Kernel {
   using Shape = typename Kernel::Shape;
   using Hooks = VariantHooks<typename Kernel::Variant>;
   using Params = typename Conditional<Kernel::kIsLatent, LatentTmaParams, TmaParams>::Type;  // of a launch
 
-  static constexpr KvForm kKvForm{Kernel::StoredElement::kBytes, kInFeed && !Kernel::kHasFloat8Query};
-  static constexpr Tuning kTuningOfShape = tuning(Shape::kDims, kKvForm);
+  /// Row tiles for wgmma multiply 8-bit elements (float8_prefill.cuh): where weights are probabilities, whose range is
+  /// known, and neither Q nor the cache is rewritten. The host knows it from AttentionConfig in attention.py.
+  static constexpr bool kMultipliesFloat8 = Kernel::kHasFloat8Query && is_same<typename Kernel::QElement, Float8E4M3> &&
+                                            multiplies_float8(Shape::kDims) && Kernel::Variant::kUsesSoftmax &&
+                                            !Hooks::kQuery && !Kernel::kTransformsCache;
+  static constexpr Tuning kTuningOfShape =
+      tuning(Shape::kDims, KvForm(Kernel::StoredElement::kBytes, kMultipliesFloat8));
+  /// The producer dequantizes tiles of 8-bit caches in the ring (feed/dequantizer.cuh).
   static constexpr bool kDequantizesInFeed = kTuningOfShape.dequantized_stages > 0;
   /// Also of row tiles for mma.sync, because a variant transforms them. Other tiles for mma.sync stay as they are
   /// stored, and are dequantized in registers.
   static constexpr bool kFeedsAll = kDequantizesInFeed && Kernel::kTransformsCache;
-  // Consumers dequantize the rest.
-  static constexpr bool kDequantizes = Kernel::kDequantizes && !kDequantizesInFeed;
-  static constexpr bool kDequantizesInTiles = Kernel::kDequantizesInTiles && !kDequantizesInFeed;
   /// K and V are transformed in the ring while the tiles before them are multiplied (prepared_tiles.cuh). Not where the
   /// ring may have fewer than four tiles in use (Tuning::max_parts_in_flight): this needs two tiles after those that
-  /// are multiplied. There registers are scarce, too. Tiles that the producer dequantizes are not transformed early,
-  /// either: Kernel::kDequantizes, unlike this struct's, is true of them.
+  /// are multiplied. There registers are scarce, too. Nor where the producer takes registers to dequantize.
   static constexpr bool kTransformsEarly =
-      Kernel::kTransformsCache && !Kernel::kDequantizes && kTuningOfShape.stage_parts > 1;
+      Kernel::kTransformsCache && !kDequantizesInFeed && kTuningOfShape.stage_parts > 1;
   // The consumers that transform early need more registers than others.
   static constexpr Tuning kTuning = kTransformsEarly ? with_producer_registers(kTuningOfShape, 72) : kTuningOfShape;
   /// The KV tiles of an item are taken from the last to the first. A bias with a slope mostly grows from token to token
@@ -41,11 +41,6 @@ struct HopperTraits : Kernel {
   static constexpr bool kTakesLastFirst = kTuning.keeps_maxima && Hooks::kBiasSlope;
   /// The two CTAs that have the halves of row tiles are a cluster, and dequantize KV tiles for each other.
   static constexpr bool kMayBeCluster = Kernel::kIsLatent && Kernel::kDequantizesOnLoad;
-  /// Row tiles for wgmma multiply 8-bit elements (float8_prefill.cuh): where weights are probabilities, whose range is
-  /// known, and neither Q nor the cache is rewritten.
-  static constexpr bool kMultipliesFloat8 = Kernel::kHasFloat8Query && is_same<typename Kernel::QElement, Float8E4M3> &&
-                                            multiplies_float8(Shape::kDims) && Kernel::Variant::kUsesSoftmax &&
-                                            !Hooks::kQuery && !Kernel::kTransformsCache;
   /// Q of 8 bits becomes Element when it is loaded.
   static constexpr bool kDequantizesQuery = Kernel::kHasFloat8Query && !kMultipliesFloat8;
   /// Consumers rewrite Q in shared memory before they multiply it.
