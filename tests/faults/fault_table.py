@@ -400,7 +400,7 @@ FAULTS = (
     Fault(
         "Hopper kernel: a warpgroup without rows does not arrive for a transformed KV tile",
         "csrc/attention/sm90/prepared_tiles.cuh",
-        "if (kTransformsRing && tile % 2 == 0) skip_transform(item);",
+        "if (Traits::kTransformsCache && tile % 2 == 0) skip_transform(item);",
         "",
         ("tests/csrc/test_transform_tile.py", "-k", "hopper"),
     ),
@@ -987,8 +987,8 @@ FAULTS = (
     Fault(
         "8-bit products: V is transposed to where it is still multiplied",
         "csrc/attention/sm90/float8_prefill.cuh",
-        "shared.dequantized(num_multiplied & 1)",
-        "shared.dequantized(0)",
+        "shared.transposed(num_multiplied & 1)",
+        "shared.transposed(0)",
         FLOAT8_QUERIES,
     ),
     Fault(
