@@ -22,7 +22,7 @@ struct Traits {
   using Variant = Variant_;
   static constexpr bool kIsOf8Bits = !is_same<Element, StoredElement>;
   /// The products take Q, K and V of one type: 8-bit elements of a cache are dequantized between KV tile and product;
-  /// with wide heads, between cache and KV tile.
+  /// with wide heads, between cache and KV tile. On Hopper the producer may dequantize KV tiles (sm90/traits.cuh).
   static constexpr bool kDequantizesOnLoad = kIsOf8Bits && is_wide(Shape::kDims);
   static constexpr bool kDequantizes = kIsOf8Bits && !kDequantizesOnLoad;
   static constexpr bool kIsLatent = is_latent(Shape::kDims);  // Q may be two tensors

@@ -1,5 +1,5 @@
 """The attention kernels over 8-bit caches without a GPU (test_attention_kernels.py): dequantized in registers
-for mma.sync, in shared memory for wgmma.
+for mma.sync, in the ring by the producer for wgmma.
 """
 
 from __future__ import annotations

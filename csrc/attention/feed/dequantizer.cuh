@@ -2,7 +2,7 @@
 // tiles by the loops of a 16-bit cache.
 //
 // A stage has room for a stored tile, and a dequantized tile takes dequantized_stages of them. A warp loads its share
-// of a tile as for consumers that dequantize (kv_copiers.cuh), but spread. It waits for its share at one of its
+// of a tile as for row tiles of 16 rows (kv_copiers.cuh), but spread. It waits for its share at one of its
 // barriers, kv_stored. A row of a stored block becomes the same row of two blocks. The second of them lies where the
 // stored block did: a warp reads rows, then writes over them. No other warp has a part in these rows.
 //
@@ -100,7 +100,7 @@ class InPlaceDequantizer {
       dequantize_rows<KTile<Traits>, WgmmaKTile<Traits>>(tile);
     }
     ptx::fence_async_proxy();                             // before wgmma reads it, and TMA writes it again
-    constexpr int kArrivals = Copier::kGathers ? 32 : 1;  // as if it had been loaded for consumers that dequantize
+    constexpr int kArrivals = Copier::kGathers ? 32 : 1;  // as if the tile stayed as it is stored
     // Consumers wait only for the first stage's parts.
     if constexpr (kTileParts > kParts) Shared::arrive_as_warp(shared_.kv_full(part + kParts), kArrivals);
     Shared::arrive_as_warp(shared_.kv_full(part), kArrivals);
@@ -156,7 +156,7 @@ class InPlaceDequantizer {
   int loaded_ = 0;  // tiles so far
 };
 
-/// Where consumers dequantize, or nobody.
+/// Of kernels whose producer does not dequantize in the ring.
 struct NoDequantizer {
   template <class Shared, class Share>
   __device__ __forceinline__ NoDequantizer(const Shared& /*shared*/, const Share& /*share*/) {}

@@ -121,8 +121,8 @@ struct SharedMemory {
   }
 
   /// All threads of the warps that load V arrive at q_full, and the thread that publishes the item a second time. At
-  /// kv_full the warps that fill the part arrive with `lanes` lanes each; warps that dequantize arrive once. A part of
-  /// wide heads is freed by the warpgroup that reads it last. In a cluster, one warpgroup of every CTA arrives.
+  /// kv_full the warps that fill the part arrive with `lanes` lanes each; warps that dequantize on load arrive once. A
+  /// part of wide heads is freed by the warpgroup that reads it last. In a cluster, one warpgroup of every CTA arrives.
   __device__ __forceinline__ void init_barriers(uint32_t lanes) const {
     for (int stage = 0; stage < kQStages; ++stage) {
       ptx::mbarrier_init(q_full(stage), kProducerThreads / 2 + 1);

@@ -17,8 +17,8 @@ constexpr int32_t kWarpgroupRows = 64;  // that a consumer warpgroup multiplies
 /// Row tiles of this kind have rows for two consumer warpgroups. The next kind has rows for three.
 constexpr int32_t kTwoWarpgroupKind = 3;
 
-/// Two consumer warpgroups share a KV tile: its tokens in row tiles of 16 rows, and the work of dequantizing and
-/// transforming it. A third warpgroup only multiplies rows of the largest row tiles.
+/// Two consumer warpgroups share a KV tile: its tokens in row tiles of 16 rows, and the work of transforming or
+/// transposing it. A third warpgroup only multiplies rows of the largest row tiles.
 constexpr int32_t kSharingThreads = 2 * kWarpgroupThreads;
 constexpr int32_t kSharingWarps = kSharingThreads / 32;
 

@@ -2,9 +2,8 @@
 // takes every other one, and a warpgroup's four warps share its tokens. The states of all eight warps merge in shared
 // memory at the end.
 //
-// Over an 8-bit cache, a warp dequantizes its tokens in registers. If a variant transforms them, the warp first
-// dequantizes them into its rows of a tile that wgmma reads in larger row tiles, unless the producer has done so. There
-// it transforms and multiplies them.
+// Over an 8-bit cache, a warp dequantizes its tokens in registers. If a variant transforms them, the producer has
+// dequantized them in the ring (dequantizer.cuh). The warp transforms and multiplies them there.
 #pragma once
 
 #include "attention/sm90/consumer.cuh"

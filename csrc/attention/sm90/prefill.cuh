@@ -31,11 +31,11 @@ struct PrefillSwitches {
   using Variant = typename Traits::Variant;
   static constexpr bool kUsesSoftmax = Variant::kUsesSoftmax;  // all variants but those with custom weights
   static constexpr bool kSkipsTiles = Variant::kSkipsTiles;    // variants with sparse masks
-  static constexpr bool kWaitsForProducts = Traits::kTuning.waits_for_products;  // heads of 64 columns, 16-bit caches
+  static constexpr bool kWaitsForProducts = Traits::kTuning.waits_for_products;  // heads of up to 64 columns
   static constexpr bool kAddsBias = Traits::kTakesLastFirst;  // ALiBi: the bias is added with the exponentials, and
                                                               // KV tiles are taken from the last to the first
-  /// Narrow heads over 16-bit caches. Not where a variant's logits may grow from KV tile to KV tile: rows would outgrow
-  /// their maxima all the time (a prefill of 4 x 4096 with ALiBi's took 6.8 times as long).
+  /// Heads of up to 128 columns, and 192/128 over 16-bit caches. Not where a variant's logits may grow from KV tile to
+  /// KV tile: rows would outgrow their maxima all the time (a prefill of 4 x 4096 with ALiBi's took 6.8 times as long).
   static constexpr bool kKeepsMaxima =
       Traits::kTuning.keeps_maxima && (kAddsBias || !(VariantHooks<Variant>::kLogits && Variant::kReadsRows));
 };

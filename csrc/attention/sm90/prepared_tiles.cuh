@@ -2,8 +2,9 @@
 // transform rows.
 //
 // Where a variant transforms K or V, a warpgroup starts the products of a KV tile. Then it rewrites the tiles that it
-// multiplies next, while the tensor cores work. Where the ring has no room for that, it rewrites them just before their
-// products (kTransformsEarly). In the largest row tiles each warpgroup rewrites half of each KV tile.
+// multiplies next, while the tensor cores work. Where the ring has no room for that, or the producer dequantizes, it
+// rewrites them just before their products (kTransformsEarly). In the largest row tiles each of the first two
+// warpgroups rewrites half of each KV tile.
 #pragma once
 
 #include "attention/sm90/consumer.cuh"

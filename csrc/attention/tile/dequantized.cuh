@@ -8,7 +8,7 @@
 
 namespace attn {
 
-// ---- From one tile of shared memory to another: rows that a variant transforms ----
+// ---- From one tile of shared memory to another: rows that a variant transforms, in the generic kernel ----
 
 /// Dequantizes rows [row, row + kRows) of `from` to rows [to_row, to_row + kRows) of `to`; `thread` of kThreads. Rows
 /// outside of `readable` become zeros: the cache may hold NaN there, which must not reach the output. Columns after the
