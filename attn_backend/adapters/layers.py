@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from attn_backend.adapters.metrics import note_made
-from attn_backend.jit.manifest import MULTIPLIED_FLOAT8_HEAD_DIMS, HeadDims, default_design
+from attn_backend.jit.manifest import HeadDims, default_design
+from attn_backend.kernels import attention as kernels
 from attn_backend.kernels.attention import Attention
 from attn_backend.kernels.native import arch_on
 from attn_backend.settings import Settings
@@ -281,9 +282,10 @@ def multiplies_float8(float8: torch.dtype | None, head_dim: int, device: torch.d
     Args:
         float8: the cache's dtype if it has 8 bits.
     """
+    if float8 is None or device.type != "cuda":
+        return False
     heads = HeadDims.of(head_dim)
-    has_kernel = float8 == torch.float8_e4m3fn and heads in MULTIPLIED_FLOAT8_HEAD_DIMS
-    return has_kernel and device.type == "cuda" and default_design(arch_on(device), heads).multiplies_float8
+    return kernels.multiplies_float8(default_design(arch_on(device), heads), float8, heads, None)
 
 
 def _temperature(length: int) -> Variant:

@@ -388,6 +388,11 @@ static_cast<float>(row.position)));
 };
 
 static_assert(sizeof(UserVariant::Params) == 16, "not as Python packs it");
+static_assert(UserVariant::kUsesSoftmax == true,
+              "kUsesSoftmax must be the literal true or false");
+static_assert((VariantHooks<UserVariant>::kQuery || VariantHooks<UserVariant>::kKey || \
+VariantHooks<UserVariant>::kValue) == false,
+              "query(), key() and value() must not come from macros or conditional directives");
 
 }  // namespace attn
 """

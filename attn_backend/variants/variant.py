@@ -25,6 +25,18 @@ _MAX_NAME = 40
 BUILTINS: dict[str, Callable[..., Variant]] = {}
 
 
+def _checks(params_bytes: int, uses_softmax: bool, has_transforms: bool) -> str:
+    """Asserts in C++ that the variant is what Python has read from its text: launches depend on it."""
+    transforms = " || ".join(f"VariantHooks<UserVariant>::k{hook.title()}" for hook in TRANSFORMS)
+    return (
+        f'static_assert(sizeof(UserVariant::Params) == {params_bytes}, "not as Python packs it");\n'
+        f"static_assert(UserVariant::kUsesSoftmax == {str(uses_softmax).lower()},\n"
+        f'              "kUsesSoftmax must be the literal true or false");\n'
+        f"static_assert(({transforms}) == {str(has_transforms).lower()},\n"
+        f'              "query(), key() and value() must not come from macros or conditional directives");\n'
+    )
+
+
 class Variant:
     """The difference between an attention and softmax(Q K^T * sm_scale) V. Immutable.
 
@@ -133,9 +145,9 @@ class Variant:
                     f"variants that are combined both have a parameter {param.name!r}, must have different "
                     f"names"
                 )
-        check = f'static_assert(sizeof(UserVariant::Params) == {layout.bytes}, "not as Python packs it");'
+        checks = _checks(layout.bytes, fields["uses_softmax"], fields["has_transforms"])
         fields["source"] = source_of(bodies).replace(
-            "\n}  // namespace attn", f"\n{check}\n\n}}  // namespace attn"
+            "\n}  // namespace attn", f"\n{checks}\n}}  // namespace attn"
         )
         fields["user_sources"] = {k: v for part in parts for k, v in part.user_sources.items()} | (
             {} if cpp is None else {f"<variant {fields['name']}>": cpp}

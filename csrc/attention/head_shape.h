@@ -20,10 +20,10 @@ struct HeadDims {
 /// The cache as the sizes of a design depend on it.
 struct KvForm {
   int32_t element_bytes;
-  bool is_multiplied;  // prefill multiplies 8-bit elements as they are (sm90/float8_prefill.cuh)
+  bool multiplies_float8;  // prefill multiplies 8-bit elements as they are (sm90/float8_prefill.cuh)
 
-  ATTN_HD constexpr KvForm(int32_t element_bytes_, bool is_multiplied_ = false)
-      : element_bytes(element_bytes_), is_multiplied(is_multiplied_) {}
+  ATTN_HD constexpr KvForm(int32_t element_bytes_, bool multiplies_float8_ = false)
+      : element_bytes(element_bytes_), multiplies_float8(multiplies_float8_) {}
 };
 
 /// Bytes of a row in shared memory: whole runs of 128, within which chunks of 16 bytes are permuted. The columns after

@@ -42,7 +42,7 @@ struct AttentionConfig {
   bool skips_kv_tiles;     // the variant's mask may have holes (VariantBase::kSkipsTiles)
   bool has_sinks;          // runs may be given sinks
   bool float8_out;         // runs may be given a scale of O, which is then e4m3
-  bool multiplies_float8;  // KvForm::is_multiplied
+  bool multiplies_float8;  // KvForm::multiplies_float8
 
   HeadDims dims() const { return HeadDims(head_dim, head_dim_v); }
   KvForm kv_form() const { return KvForm(bytes_of(kv_dtype), multiplies_float8); }

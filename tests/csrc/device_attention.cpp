@@ -55,7 +55,7 @@ struct PassedAttention {
   const void* q_rope;  // nullptr: q has all columns
   int64_t q_rope_strides[2];
   AttentionScales scales;     // of an 8-bit cache
-  int64_t multiplies_float8;  // KvForm::is_multiplied
+  int64_t multiplies_float8;  // KvForm::multiplies_float8
   int64_t launched;           // the kernel that was launched, a number among the design's
 };
 

@@ -23,6 +23,7 @@ DEVICE = "tests/csrc/test_device_kernels.py"
 ATTENTION = "tests/csrc/test_attention_kernels.py"
 ROW_GROUPS = "tests/csrc/test_attention_row_groups.py"
 FLOAT8_OUTPUTS = ("tests/csrc/test_float8_output_kernels.py", "-k", "16_bits and hopper and 64-64")
+FEED = ("tests/csrc/test_feed_kernels.py", "-k", "bits_of_prompts or many_orders")
 FLOAT8_QUERIES = ("tests/csrc/test_float8_kernels.py", "-k", "queries_of_8_bits and hopper and 64")
 SGLANG = ("tests/adapters/sglang/test_sglang_backend.py",)
 VLLM = ("tests/adapters/vllm",)
@@ -976,6 +977,34 @@ FAULTS = (
         "    digest.update(code_address.recipe())\n",
         "",
         CUBINS,
+    ),
+    Fault(
+        "feed: wgmma reads dequantized tiles that no fence has followed",
+        "csrc/attention/feed/dequantizer.cuh",
+        "    ptx::fence_async_proxy();",
+        "    __syncwarp();",
+        FEED,
+    ),
+    Fault(
+        "feed: heads of 64 lose chunks that are written over before they are read",
+        "csrc/attention/feed/dequantizer.cuh",
+        "kBlocks % 2 == 1 ? 4 :",
+        "kBlocks % 2 == 1 ? 1 :",
+        FEED,
+    ),
+    Fault(
+        "feed: a warp with a tile to dequantize waits for room in the ring",
+        "csrc/attention/feed/dequantizer.cuh",
+        "else if (is_limited || !has_room(to))\n          break;",
+        "else\n          wait_for_room(to, is_limited);",
+        FEED,
+    ),
+    Fault(
+        "8-bit products: the host takes their sizes for variants that transform rows",
+        "attn_backend/kernels/attention.py",
+        "(variant.uses_softmax and not variant.has_transforms)",
+        "variant.uses_softmax",
+        ("tests/csrc/test_float8_transform_kernels.py", "-k", "queries_of_8_bits and hopper"),
     ),
     Fault(
         "8-bit products: wgmma reads a transposed V that no fence has followed",

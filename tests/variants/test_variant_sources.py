@@ -81,3 +81,21 @@ def test_errors_after_the_users_lines_are_ours(tmp_path: Path) -> None:
     )
     assert "<generated for variant mine>" in variant.source
     assert not compiler_says(variant, tmp_path)
+
+
+KEY = "Pair key(Pair x, int32_t, int32_t, const KvToken&) const { return x; }"
+
+
+@pytest.mark.parametrize(
+    ("cpp", "said"),
+    [
+        ("static constexpr bool kUsesSoftmax = 0;", "kUsesSoftmax must be the literal"),
+        (f"#define HOOK key\n{KEY.replace('key', 'HOOK')}", "query(), key() and"),
+        (f"#if 0\n{KEY}\n#endif", "query(), key() and"),
+    ],
+)
+def test_what_python_misreads_does_not_compile(cpp: str, said: str, tmp_path: Path) -> None:
+    """The host chooses the sizes of a launch by it."""
+    logits = "float logits(float logit, const ScoreRow&, int32_t) const { return logit; }"
+    variant = Variant.from_source(f"{cpp}\n{logits}", name="mine")
+    assert said in compiler_says(variant, tmp_path)

@@ -1,10 +1,10 @@
 // How the producer dequantizes tiles of an 8-bit cache where they lie, in the ring: consumers then multiply 16-bit
 // tiles by the loops of a 16-bit cache.
 //
-// A stage has room for a stored tile, and a dequantized tile takes dequantized_stages of them. A warp loads its share
-// of a tile as for row tiles of 16 rows (kv_copiers.cuh), but spread. It waits for its share at one of its
+// A stage has room for a stored tile, and a dequantized tile takes dequantized_stages of them. kv_copiers.cuh loads a
+// warp's share of a tile, and spreads it over the memory of the 16-bit tile. The warp waits for it at one of its own
 // barriers, kv_stored. A row of a stored block becomes the same row of two blocks. The second of them lies where the
-// stored block did: a warp reads rows, then writes over them. No other warp has a part in these rows.
+// stored block did: a lane reads a chunk before it writes over it. No other lane has a part in the row.
 //
 // Row tiles of 16 rows take their tiles as they are stored, and dequantize them in registers, unless a variant
 // transforms them. Their tiles take one stage.
@@ -20,7 +20,8 @@
 
 namespace attn::feed {
 
-/// Loads and dequantizes a producer warp's share of tiles. A tile is dequantized while the next one is on its way.
+/// Loads and dequantizes a producer warp's share of tiles. A tile is dequantized while the next one is on its way,
+/// unless the next one is `limited` (fill()).
 template <class Traits, class Copier>
 class InPlaceDequantizer {
  public:
@@ -100,7 +101,7 @@ class InPlaceDequantizer {
       dequantize_rows<KTile<Traits>, WgmmaKTile<Traits>>(tile);
     }
     ptx::fence_async_proxy();                             // before wgmma reads it, and TMA writes it again
-    constexpr int kArrivals = Copier::kGathers ? 32 : 1;  // as if the tile stayed as it is stored
+    constexpr int kArrivals = Copier::kGathers ? 32 : 1;  // as many as without dequantization
     // Consumers wait only for the first stage's parts.
     if constexpr (kTileParts > kParts) Shared::arrive_as_warp(shared_.kv_full(part + kParts), kArrivals);
     Shared::arrive_as_warp(shared_.kv_full(part), kArrivals);
@@ -119,7 +120,8 @@ class InPlaceDequantizer {
     constexpr int kChunks = kBlocks * 4;  // of a piece, of sixteen numbers
     // Chunks that are read ahead. The last stored block may lie in the only block that it becomes: its chunks are then
     // all read before the first is written over.
-    constexpr int kAhead = kBlocks % 2 == 1 ? 4 : leaves_registers(Wide::kHeadColumns) ? 2 : 1;
+    constexpr int kAhead = kBlocks % 2 == 1 ? 4 : leaves_registers(Traits::Shape::kDims.widest()) ? 2 : 1;
+    static_assert(kChunks % kAhead == 0, "a chunk has one place in bytes");
     const auto read = [&](uint32_t piece, int chunk) {
       return *reinterpret_cast<const uint4*>(tile + (piece ^ chunk % 8 << 4) +
                                              target_block(chunk / 8, true, kBlocks) * Stored::kBlockBytes);
@@ -156,7 +158,7 @@ class InPlaceDequantizer {
   int loaded_ = 0;  // tiles so far
 };
 
-/// Of kernels whose producer does not dequantize in the ring.
+/// Stands for InPlaceDequantizer in kernels whose producer does not dequantize in the ring.
 struct NoDequantizer {
   template <class Shared, class Share>
   __device__ __forceinline__ NoDequantizer(const Shared& /*shared*/, const Share& /*share*/) {}

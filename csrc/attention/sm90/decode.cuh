@@ -12,7 +12,6 @@
 #include "attention/sm90/prepared_tiles.cuh"
 #include "attention/sm90/scores.cuh"
 #include "attention/sm90/traits.cuh"
-#include "attention/tile/dequantized.cuh"
 #include "attention/tile/warp_state.cuh"
 
 namespace attn::sm90 {

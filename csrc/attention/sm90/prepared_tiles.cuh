@@ -2,8 +2,8 @@
 // transform rows.
 //
 // Where a variant transforms K or V, a warpgroup starts the products of a KV tile. Then it rewrites the tiles that it
-// multiplies next, while the tensor cores work. Where the ring has no room for that, or the producer dequantizes, it
-// rewrites them just before their products (kTransformsEarly). In the largest row tiles each of the first two
+// multiplies next, while the tensor cores work. Without kTransformsEarly it rewrites them just before their
+// products: the ring has no room, or the producer dequantizes. In the largest row tiles each of the first two
 // warpgroups rewrites half of each KV tile.
 #pragma once
 
@@ -11,7 +11,6 @@
 #include "attention/sm90/traits.cuh"
 #include "attention/tile/row_tile.cuh"
 #include "attention/tile/transform_tile.cuh"
-#include "common/elements.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/copy.cuh"
 #include "common/ptx/warp.cuh"
@@ -137,7 +136,7 @@ struct PreparedTiles {
   /// Takes part in an item that only other warpgroups multiply: a KV tile is free when all have freed it, and
   /// transformed when all have arrived.
   __device__ __forceinline__ void skip(const WorkItem& item) {
-    if (OfKey::kExists) skip_transform(item);
+    if constexpr (OfKey::kExists) skip_transform(item);
     for (int tile = 0; tile < 2 * item.num_kv_tiles; ++tile) {
       if (Traits::kTransformsCache && tile % 2 == 0) skip_transform(item);
       ring.wait_for_tile(ring.kv);

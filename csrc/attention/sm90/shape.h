@@ -122,8 +122,8 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, KvForm kv = 2) {
        .producer_registers = 88,
        .finds_runs = true},
   };
-  // 8-bit caches that the producer dequantizes (feed/dequantizer.cuh). Row tiles of 16 rows have as many tiles in
-  // flight as kMultipliedTunings.
+  // 8-bit caches that the producer dequantizes (feed/dequantizer.cuh). With heads of 64 and 128, row tiles of 16 rows
+  // have as many tiles in flight as in kMultipliedTunings.
   constexpr Tuning kFloat8Tunings[] = {
       {.max_qk = 64,
        .max_v = 64,
@@ -171,7 +171,7 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, KvForm kv = 2) {
        .max_parts_in_flight = 4,
        .producer_registers = 72,
        .dequantized_stages = 2},
-      // dequantized before they are in the ring
+      // wide heads: dequantized on their way to the ring
       {.max_qk = 512,
        .max_v = 512,
        .max_kind = 2,
@@ -193,7 +193,7 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, KvForm kv = 2) {
        .producer_registers = 112,
        .has_third_consumer = true},
   };
-  if (kv.is_multiplied) return first_for(kMultipliedTunings, dims);
+  if (kv.multiplies_float8) return first_for(kMultipliedTunings, dims);
   return kv.element_bytes == 1 ? first_for(kFloat8Tunings, dims) : first_for(kTunings, dims);
 }
 

@@ -18,7 +18,7 @@ struct HopperTraits : Kernel {
   using Params = typename Conditional<Kernel::kIsLatent, LatentTmaParams, TmaParams>::Type;  // of a launch
 
   /// Row tiles for wgmma multiply 8-bit elements (float8_prefill.cuh): where weights are probabilities, whose range is
-  /// known, and neither Q nor the cache is rewritten. The host knows it from AttentionConfig in attention.py.
+  /// known, and neither Q nor the cache is rewritten. multiplies_float8() in attention.py tells the host.
   static constexpr bool kMultipliesFloat8 = Kernel::kHasFloat8Query && is_same<typename Kernel::QElement, Float8E4M3> &&
                                             multiplies_float8(Shape::kDims) && Kernel::Variant::kUsesSoftmax &&
                                             !Hooks::kQuery && !Kernel::kTransformsCache;
@@ -31,7 +31,7 @@ struct HopperTraits : Kernel {
   static constexpr bool kFeedsAll = kDequantizesInFeed && Kernel::kTransformsCache;
   /// K and V are transformed in the ring while the tiles before them are multiplied (prepared_tiles.cuh). Not where the
   /// ring may have fewer than four tiles in use (Tuning::max_parts_in_flight): this needs two tiles after those that
-  /// are multiplied. There registers are scarce, too. Nor where the producer takes registers to dequantize.
+  /// are multiplied. There registers are scarce, too. Not where the producer dequantizes either: it needs them.
   static constexpr bool kTransformsEarly =
       Kernel::kTransformsCache && !kDequantizesInFeed && kTuningOfShape.stage_parts > 1;
   // The consumers that transform early need more registers than others.
