@@ -28,6 +28,19 @@ _STATES = ("linear", "mamba", "conv", "recurrent", "kda", "delta", "lightning", 
 _ENCODERS = ("bert", "roberta", "xlm", "electra", "gte", "nomic")  # in model_type
 
 
+def integer_option(options: Mapping[str, str], name: str, default: int) -> int:
+    """The value of a server's option.
+
+    Raises:
+        ValueError: it is no integer.
+    """
+    text = options.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"--{name} is {text!r}, must be an integer") from None
+
+
 class NotAConfiguration(ValueError):
     """The file is missing, is no JSON object, or describes no model."""
 

@@ -45,4 +45,6 @@ def print_table(
 
 def explained(error: Exception) -> str:
     """An error's text; for failed imports, with a hint to run the doctor."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
     return f"{error}; run attn-backend doctor for a fix" if isinstance(error, ImportError) else str(error)

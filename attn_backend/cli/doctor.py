@@ -55,14 +55,10 @@ def _host() -> list[Finding]:
         library()
         findings.append(Finding("ok", "host library", str(library_path())))
     except (ImportError, OSError, RuntimeError) as error:
-        findings.append(
-            Finding(
-                "!!",
-                "host library",
-                str(error),
-                "run `pip install .` in the checkout, or reinstall the wheel",
-            )
-        )
+        advice = "run `pip install .` in the checkout, or reinstall the wheel"
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            advice = "install torch first"
+        findings.append(Finding("!!", "host library", str(error), advice))
     for name in ("torch", "apache-tvm-ffi", "pydantic"):
         found = version(name)
         findings.append(

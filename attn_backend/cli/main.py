@@ -58,10 +58,11 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the command; returns the exit status."""
     parser = make_parser()
-    if not (sys.argv[1:] if argv is None else argv):
+    words = sys.argv[1:] if argv is None else argv
+    if not words:
         parser.print_help(sys.stderr)
         return 2
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(_with_servers_options_joined(words))
     try:
         status = _run(arguments, parser)
         sys.stdout.flush()
@@ -69,6 +70,17 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return status
+
+
+def _with_servers_options_joined(words: list[str]) -> list[str]:
+    """--server-args and its text as one word. argparse takes a text such as --enable-mis for an option."""
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1] == "--server-args":
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

@@ -106,7 +106,11 @@ def parse_options(text: str) -> dict[str, str]:
     """
     options: dict[str, str] = {}
     name = ""
-    for word in shlex.split(text):
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"--server-args is {text!r}: {error}") from error
+    for word in words:
         if word.startswith("--"):
             name, _, value = word[2:].partition("=")
             name = name.replace("_", "-")

@@ -360,5 +360,11 @@ def test_demo_without_an_engine_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo, "find_spec", lambda name: None)
-    assert main(["demo"]) == 1
-    assert "pip install 'attn-backend[vllm]'" in capsys.readouterr().err
+    for arguments, missing in (
+        ([], "no engine is installed"),
+        (["--engine", "vllm"], "--engine vllm is not"),
+    ):
+        assert main(["demo", *arguments]) == 1
+        message = capsys.readouterr().err
+        assert missing in message
+        assert "pip install 'attn-backend[vllm]'" in message

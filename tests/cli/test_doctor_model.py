@@ -251,6 +251,11 @@ def test_unknown_releases_are_told(saved: Any, capsys: pytest.CaptureFixture[str
         (["--model", __file__], f"{__file__} cannot be read"),
         (["--release", "0.33.0"], "--release 0.33.0 needs --engine"),
         (["--server-args", "8"], "'8' follows no option"),
+        (["--server-args", "--a 'b"], '--server-args is "--a \'b": No closing quotation'),
+        (
+            ["--engine", "sglang", "--server-args", "--chunked-prefill-size abc"],
+            "--chunked-prefill-size is 'abc', must be an integer",
+        ),
     ],
 )
 def test_wrong_arguments(
@@ -258,6 +263,12 @@ def test_wrong_arguments(
 ) -> None:
     assert main(["doctor", "--model", saved(configs.LLAMA_3), *arguments]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_one_flag_of_a_server(saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["doctor", "--model", saved(configs.LLAMA_3), "--engine", "sglang"]
+    assert main([*arguments, "--server-args", "--enable-mis"]) == 0
+    assert "served" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("config", [{}, {"architectures": []}, {"hidden_size": 1}])

@@ -12,7 +12,15 @@ from typing import Any
 import torch
 
 from attn_backend.adapters import own_kernels
-from attn_backend.adapters.checkpoint import DECODER, ENCODER_ONLY, Checkpoint, Refusal, Verdict, refused
+from attn_backend.adapters.checkpoint import (
+    DECODER,
+    ENCODER_ONLY,
+    Checkpoint,
+    Refusal,
+    Verdict,
+    integer_option,
+    refused,
+)
 from attn_backend.jit.manifest import MLA_HEAD_DIMS, HeadDims
 from attn_backend.metadata.kv_cache import SCALED_DTYPES
 from attn_backend.releases import SGLANG_ON_CPU_SINCE, is_before
@@ -204,7 +212,7 @@ def _latents(model: Checkpoint, device: str) -> Iterator[str | None]:
 
 
 def _prompts(model: Checkpoint, options: Mapping[str, str]) -> Iterator[Refusal]:
-    chunk = int(options.get("chunked-prefill-size", 8192))
+    chunk = integer_option(options, "chunked-prefill-size", 8192)
     has_radix_cache = "disable-radix-cache" not in options
     if model.architecture in MASKS_OVER_IMAGES:
         takes_images = "language_model_only" not in options.get("json-model-override-args", "") and (

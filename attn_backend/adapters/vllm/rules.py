@@ -19,6 +19,7 @@ from attn_backend.adapters.checkpoint import (
     Checkpoint,
     Refusal,
     Verdict,
+    integer_option,
     refused,
 )
 from attn_backend.jit.manifest import MLA_HEAD_DIMS, HeadDims
@@ -134,7 +135,7 @@ def _refusals(model: Checkpoint, device: str, options: Mapping[str, str]) -> Ite
         has_rswa=model.config.get("rswa_window") is not None,
         splits_images=splits,
         is_diffusion=model.config.get("canvas_length") is not None,
-        prefill_ranks=int(options.get("prefill-context-parallel-size", 1)),
+        prefill_ranks=integer_option(options, "prefill-context-parallel-size", 1),
     )
     if what is not None:
         yield Refusal(what, OTHER_BACKEND)
