@@ -62,11 +62,14 @@ endif
 # Before anything is installed.
 .PHONY: demo-arguments
 demo-arguments:
+	@case "$(NUM_PROMPTS)" in *[!0-9]*) echo "error: NUM_PROMPTS=$(NUM_PROMPTS) must be a number" >&2; exit 1 ;; esac
 	@case "$(ENGINE)" in vllm|sglang) ;; *) echo "error: ENGINE=$(ENGINE) must be vllm or sglang" >&2; exit 1 ;; esac
 	@case "$(MODEL)" in smollm2*) ;; *) [ -f "$(MODEL)/config.json" ] || [ -f "integration/models/$(MODEL)/config.json" ] || \
 		{ echo "error: MODEL=$(MODEL) must be smollm2, a folder with a config.json, or one of integration/models" >&2; exit 1; } ;; esac
 ifdef PYTHON
 	@command -v $(PYTHON) >/dev/null || { echo "error: PYTHON=$(PYTHON) is no program" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, ("$(ENGINE)", "psutil"))))' || \
+		{ echo "error: PYTHON=$(PYTHON) must have the packages $(ENGINE) and psutil" >&2; exit 1; }
 endif
 
 .PHONY: test

@@ -318,8 +318,10 @@ def install_package(python: Path, stamp: Path, arguments: list[str]) -> None:
     def compiled(log_file: Path) -> str | None:
         if now := count(log_file):
             return now
-        begun = "Running command Building wheel" in log_file.read_text(errors="replace")
-        return "compiling the first files" if begun else None
+        text = log_file.read_text(errors="replace")
+        if "-- Installing: " in text:
+            return "compiled, packing"
+        return "compiling the first files" if "Running command Building wheel" in text else None
 
     try:
         run_pip(
