@@ -2,7 +2,7 @@
 // tiles by the loops of a 16-bit cache.
 //
 // A stage has room for a stored tile, and a dequantized tile takes dequantized_stages of them. kv_copiers.cuh loads a
-// warp's share of a tile, and spreads it over the memory of the 16-bit tile. The warp waits for it at one of its own
+// warp's share of a tile, and spreads it over the memory of the 16-bit tile. The warp waits for it at one of its
 // barriers, kv_stored. A row of a stored block becomes the same row of two blocks. The second of them lies where the
 // stored block did: a lane reads a chunk before it writes over it. No other lane has a part in the row.
 //
