@@ -431,7 +431,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             return model.run(arguments)
         except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"attn-backend doctor: {error}", file=sys.stderr)
             return 2
     report = findings()
     if arguments.json:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..adapters.checkpoint import PARTLY, REFUSED, SERVED, Checkpoint, Verdict
 from ..adapters.served import number_ranges
-from ..releases import RELEASES, VLLM_OWN_NAME_SINCE, installed_release, is_before, was_checked
+from ..releases import RELEASES, installed_release, was_checked
 from .console import print_table
 
 # 2 is the status of a wrong command line
@@ -48,10 +48,7 @@ class Answer:
     def usage(self) -> str:
         if self.engine == "sglang":
             return "--attention-backend attn_backend"
-        if self.device == "cpu":
-            return "ATTN_BACKEND_VLLM_CPU=1"
-        old = is_before(self.release, VLLM_OWN_NAME_SINCE)
-        return f"--attention-backend {'CUSTOM' if old else 'ATTN_BACKEND'}"
+        return "ATTN_BACKEND_VLLM_CPU=1" if self.device == "cpu" else "--attention-backend CUSTOM"
 
 
 def judge(

@@ -231,12 +231,9 @@ def test_engines_that_are_answered_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model.engines(None, None) == list(NEWEST.items())
 
 
-@pytest.mark.parametrize(
-    ("release", "usage"), [("0.31.0", "CUSTOM"), ("0.32.0+cpu", "ATTN_BACKEND"), ("0.33.0", "ATTN_BACKEND")]
-)
-def test_usage(release: str, usage: str, saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--model", saved(configs.LLAMA_3), "--engine", "vllm", "--release", release]) == 0
-    assert f"-> --attention-backend {usage}\n" in capsys.readouterr().out
+def test_usage(saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--model", saved(configs.LLAMA_3), "--engine", "vllm"]) == 0
+    assert "-> --attention-backend CUSTOM\n" in capsys.readouterr().out
 
 
 def test_unknown_releases_are_told(saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
