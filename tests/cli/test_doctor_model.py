@@ -262,6 +262,27 @@ def test_wrong_arguments(
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ("--kv-cache-dtype fp4_e2m1", "--kv-cache-dtype fp4_e2m1: use one of auto, bf16"),
+        ("--speculative-algorithm dspark", "--speculative-algorithm DSPARK: use one of EAGLE"),
+        ("--enable-unified-memory", "--enable-unified-memory: leave it out"),
+        ("--dcp-size=2", "--dcp-size 2: pass --dcp-size 1"),
+        ("--speculative-algorithm EAGLE3 --dcp-size 1 --kv-cache-dtype fp8_e5m2", ""),
+    ],
+)
+def test_options_of_sglang(
+    options: str, refused: str, saved: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["doctor", "--model", saved(configs.LLAMA_3), "--engine", "sglang", "--server-args", options]
+    assert main(arguments) == (1 if refused else 0)
+    what, _, advice = refused.partition(": ")
+    printed = capsys.readouterr().out
+    assert what in printed
+    assert advice in printed
+
+
 def test_one_flag_of_a_server(saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["doctor", "--model", saved(configs.LLAMA_3), "--engine", "sglang"]
     assert main([*arguments, "--server-args", "--enable-mis"]) == 0

@@ -28,6 +28,18 @@ from attn_backend.releases import SGLANG_ON_CPU_SINCE, is_before
 OTHER_BACKEND = "use another --attention-backend"
 ARCHITECTURES = ("MHA", "MLA")  # members of SGLang's AttentionArch
 LATENT_POOL = "MLATokenToKVPool"
+BLOCKS = "DFLASH"  # drafts a block of tokens in one pass, in which they see each other
+SPECULATION = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", BLOCKS)
+REFUSED_OPTIONS = (
+    "--enable-unified-memory",  # req_to_token would hold virtual slots
+    "--dllm-algorithm",
+)
+REFUSED_PARALLELISM = {  # what to use instead
+    "--dcp-size": "--attention-backend triton (flashinfer for MLA)",
+    "--attn-cp-size": "another --attention-backend",
+}
+# names that --kv-cache-dtype may have
+_CACHES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 # causal over images unless their configuration says otherwise
 GEMMA_4 = ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")
 MASKS_OVER_IMAGES = ("Gemma3ForConditionalGeneration", *GEMMA_4)  # models whose masks this backend knows
@@ -65,6 +77,26 @@ def unsupported_kv_dtype(name: str, kv_dtype: torch.dtype, dtype: torch.dtype) -
     if kv_dtype in (dtype, *SCALED_DTYPES) or {dtype, kv_dtype} == {torch.bfloat16, torch.float16}:
         return None
     return Refusal(f"a KV cache of {kv_dtype} for a model of {dtype}", advice)
+
+
+def unsupported_algorithm(name: str) -> Refusal | None:
+    """name: of --speculative-algorithm, in capitals; empty: none."""
+    if name in ("", *SPECULATION):
+        return None
+    advice = f"use one of {', '.join(SPECULATION)}, or another --attention-backend"
+    return Refusal(f"--speculative-algorithm {name}", advice)
+
+
+def unsupported_option(option: str) -> Refusal:
+    """option: one of REFUSED_OPTIONS, which is given."""
+    return Refusal(option, "leave it out, or use another --attention-backend")
+
+
+def unsupported_ranks(option: str, size: int) -> Refusal | None:
+    """option: one of REFUSED_PARALLELISM. size: its value."""
+    if size <= 1:
+        return None
+    return Refusal(f"{option} {size}", f"pass {option} 1, or use {REFUSED_PARALLELISM[option]}")
 
 
 def unsupported_pool(names: list[str]) -> str | None:
@@ -185,8 +217,7 @@ def _refusals(model: Checkpoint, device: str, options: Mapping[str, str], releas
     found.append(unsupported_architecture(kind if model.layers else "SSM"))
     found += [Refusal(what, OTHER_BACKEND) for what in _latents(model, device) if what is not None]
     found += list(_prompts(model, options))
-    if options.get("kv-cache-dtype") == "mxfp8":
-        found.append(unsupported_kv_dtype("mxfp8", torch.float8_e4m3fn, torch.bfloat16))
+    found += _of_options(options)
     if model.latents is None:
         found += [
             Refusal(f"heads of {heads.qk}/{heads.v} columns", OTHER_BACKEND)
@@ -194,6 +225,16 @@ def _refusals(model: Checkpoint, device: str, options: Mapping[str, str], releas
             if not (heads.runs_on_cuda if device == "cuda" else heads.runs_on_cpu)
         ]
     yield from (refusal for refusal in found if refusal is not None)
+
+
+def _of_options(options: Mapping[str, str]) -> Iterator[Refusal | None]:
+    cache = options.get("kv-cache-dtype", "auto")
+    if cache not in _CACHES:
+        yield Refusal(f"--kv-cache-dtype {cache}", f"use one of {', '.join(_CACHES)}")
+    yield unsupported_algorithm(options.get("speculative-algorithm", "").upper())
+    yield from (unsupported_option(option) for option in REFUSED_OPTIONS if option[2:] in options)
+    for option in REFUSED_PARALLELISM:
+        yield unsupported_ranks(option, integer_option(options, option[2:], 1))
 
 
 def _latents(model: Checkpoint, device: str) -> Iterator[str | None]:

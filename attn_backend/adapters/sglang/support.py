@@ -25,16 +25,12 @@ from .mla import unsupported as unsupported_latents
 
 logger = logging.getLogger(__name__)
 
-_BLOCKS = "DFLASH"  # drafts a block of tokens in one pass, in which they see each other
-_SPECULATION = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", _BLOCKS)
 _SINKS = ("sinks", "attention_sink_bias")  # the names in models
-_REFUSED_OPTIONS = {
-    "--enable-unified-memory": "memory.enable_unified_memory",  # req_to_token would hold virtual slots
+_SETTINGS = {  # of options that rules.py names
+    "--enable-unified-memory": "memory.enable_unified_memory",
     "--dllm-algorithm": "exec.dllm.dllm_algorithm",
-}
-_REFUSED_PARALLELISM = {  # the setting, and what to use instead
-    "--dcp-size": ("parallel.attn_dcp_size", "--attention-backend triton (flashinfer for MLA)"),
-    "--attn-cp-size": ("parallel.attn_cp_size", "another --attention-backend"),
+    "--dcp-size": "parallel.attn_dcp_size",
+    "--attn-cp-size": "parallel.attn_cp_size",
 }
 
 
@@ -95,32 +91,25 @@ def cuts_spans(runner: Any) -> bool:
 
 
 def _check_settings() -> None:
-    algorithm = _algorithm()
-    if algorithm and algorithm not in _SPECULATION:
-        refuse(
-            f"--speculative-algorithm {algorithm}",
-            f"use one of {', '.join(_SPECULATION)}, or another --attention-backend",
-        )
-    for option, path in _REFUSED_OPTIONS.items():
-        if compat.setting(path, None):
-            refuse(option, "leave it out, or use another --attention-backend")
-    for option, (path, instead) in _REFUSED_PARALLELISM.items():
-        size = compat.setting(path, 1)
-        if size > 1:
-            refuse(f"{option} {size}", f"pass {option} 1, or use {instead}")
+    refuse_if(rules.unsupported_algorithm(_algorithm()))
+    for option in rules.REFUSED_OPTIONS:
+        if compat.setting(_SETTINGS[option], None):
+            refuse_if(rules.unsupported_option(option))
+    for option in rules.REFUSED_PARALLELISM:
+        refuse_if(rules.unsupported_ranks(option, compat.setting(_SETTINGS[option], 1)))
 
 
 def drafts_are_trees() -> bool:
     """Whether the drafts that this server verifies may have branches."""
     algorithm = _algorithm()
     return algorithm == "NGRAM" or (
-        algorithm in _SPECULATION and compat.setting("spec.speculative_eagle_topk", 1) > 1
+        algorithm in rules.SPECULATION and compat.setting("spec.speculative_eagle_topk", 1) > 1
     )
 
 
 def drafts_in_blocks(runner: Any) -> bool:
     """Whether this runner's model drafts a whole block in one step, so that its layers need not be causal."""
-    return bool(runner.is_draft_worker) and _algorithm() == _BLOCKS
+    return bool(runner.is_draft_worker) and _algorithm() == rules.BLOCKS
 
 
 def _algorithm() -> str:
