@@ -11,7 +11,6 @@ RELEASES = {
     "vllm": ("0.26.0", "0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
     "sglang": ("0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23"),
 }
-VLLM_OWN_NAME_SINCE = "0.32.0"  # plugins may add names of backends
 SGLANG_ON_CPU_SINCE = "0.5.22"  # earlier releases start Triton on a CPU, for all backends but their own
 
 # the version that pip installs without a GPU; PyPI's torch is built for CUDA and does not fit

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attn_backend.adapters.metrics import note_made
+from attn_backend.adapters.metrics import record_attention
 from attn_backend.jit.manifest import HeadDims, default_design
-from attn_backend.kernels import attention as kernels
-from attn_backend.kernels.attention import Attention
+from attn_backend.kernels.attention import Attention, prefill_multiplies_float8
 from attn_backend.kernels.native import arch_on
 from attn_backend.settings import Settings
 from attn_backend.variants import Variant, builtin
@@ -265,7 +264,8 @@ def attention_of(
         sinks=spec.has_sinks,
         float8_out=spec.float8_out,
     )
-    note_made(attention, cascade and use_cascade() and not batch_invariant, time.perf_counter() - begin)
+    has_cascade = cascade and use_cascade() and not batch_invariant
+    record_attention(attention, has_cascade, time.perf_counter() - begin)
     return attention
 
 
@@ -285,7 +285,7 @@ def multiplies_float8(float8: torch.dtype | None, head_dim: int, device: torch.d
     if float8 is None or device.type != "cuda":
         return False
     heads = HeadDims.of(head_dim)
-    return kernels.multiplies_float8(default_design(arch_on(device), heads), float8, heads, None)
+    return prefill_multiplies_float8(default_design(arch_on(device), heads), float8, heads, None)
 
 
 def _temperature(length: int) -> Variant:

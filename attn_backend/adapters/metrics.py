@@ -32,8 +32,8 @@ _made: dict[str, set[str]] = {}  # properties of this process's Attentions
 _seconds_to_make: list[float] = []
 
 
-def note_made(attention: Attention, has_cascade: bool, seconds: float) -> None:
-    """Notes an Attention of some layers for tell_of_start(). seconds: that its constructor took."""
+def record_attention(attention: Attention, has_cascade: bool, seconds: float) -> None:
+    """Records an Attention of some layers for log_start(). seconds: that its constructor took."""
     _seconds_to_make.append(seconds)
     for what, value in (
         ("design", attention.design),
@@ -48,14 +48,14 @@ def _on_or_off(value: bool) -> str:
     return "on" if value else "off"
 
 
-def tell_of_start(logger: logging.Logger) -> None:
+def log_start(logger: logging.Logger) -> None:
     """Called when the Attentions are made. The first rank logs one line for each process: of the Attentions
     that exist by then.
     """
     is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    if not _made or not is_first or tell_of_start.__name__ in warned:
+    if not _made or not is_first or log_start.__name__ in warned:
         return
-    warned.add(tell_of_start.__name__)  # once in each process
+    warned.add(log_start.__name__)  # once in each process
     made = {what: ", ".join(sorted(values)) for what, values in _made.items()}
     origins = Counter(cubins.origins.values())
     logger.info(

@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     if not words:
         parser.print_help(sys.stderr)
         return 2
-    arguments = parser.parse_args(_with_servers_options_joined(words))
+    arguments = parser.parse_args(_join_server_args(words))
     try:
         status = _run(arguments, parser)
         sys.stdout.flush()
@@ -72,8 +72,8 @@ def main(argv: list[str] | None = None) -> int:
     return status
 
 
-def _with_servers_options_joined(words: list[str]) -> list[str]:
-    """--server-args and its text as one word. argparse takes a text such as --enable-mis for an option."""
+def _join_server_args(words: list[str]) -> list[str]:
+    """Joins --server-args and its text: argparse takes a text such as --enable-mis for an option."""
     joined: list[str] = []
     for word in words:
         if joined and joined[-1] == "--server-args":

@@ -106,7 +106,7 @@ _dumps = itertools.count(1)
 _MAX_FLOAT = torch.finfo(torch.float32).max
 
 
-def multiplies_float8(
+def prefill_multiplies_float8(
     design: manifest.Design | None, q_dtype: torch.dtype, dims: HeadDims, variant: Variant | None
 ) -> bool:
     """Whether prefill multiplies 8-bit Q, K and V as they are (kMultipliesFloat8 in csrc/)."""
@@ -192,7 +192,7 @@ class AttentionConfig:
             skips_kv_tiles=variant is not None and variant.skips_kv_tiles,
             has_sinks=self.sinks,
             float8_out=self.float8_out,
-            multiplies_float8=multiplies_float8(design, self.q_dtype, self.dims, variant),
+            multiplies_float8=prefill_multiplies_float8(design, self.q_dtype, self.dims, variant),
         )
 
     def kernel_files(self, variant: AttentionVariant | None) -> dict[str, str]:

@@ -36,12 +36,12 @@ struct AttentionConfig {
   int32_t device;
   bool batch_invariant;
   bool on_cuda;
-  bool has_variant;        // other than the standard one
-  bool uses_softmax;       // of the variant
-  bool has_mask;           // the variant
-  bool skips_kv_tiles;     // the variant's mask may have holes (VariantBase::kSkipsTiles)
-  bool has_sinks;          // runs may be given sinks
-  bool float8_out;         // runs may be given a scale of O, which is then e4m3
+  bool has_variant;        // It is not the standard one.
+  bool uses_softmax;       // The variant does.
+  bool has_mask;           // The variant has one.
+  bool skips_kv_tiles;     // The variant's mask may have holes (VariantBase::kSkipsTiles).
+  bool has_sinks;          // Runs may be given sinks.
+  bool float8_out;         // Runs may be given a scale of O. O is then e4m3.
   bool multiplies_float8;  // KvForm::multiplies_float8
 
   HeadDims dims() const { return HeadDims(head_dim, head_dim_v); }

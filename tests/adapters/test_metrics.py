@@ -48,13 +48,13 @@ def test_one_line_tells_of_the_start(
 ) -> None:
     monkeypatch.setattr(metrics, "own_release", lambda: "1.2.3")
     with caplog.at_level(logging.INFO):
-        metrics.tell_of_start(LOGGER)
+        metrics.log_start(LOGGER)
         assert not caplog.records  # nothing is made yet
         make()
         make(128, batch_invariant=True)
         cubins.origins.update({Path("a"): "shipped", Path("b"): "compiled", Path("c"): "shipped"})
         for _ in range(2):
-            metrics.tell_of_start(LOGGER)
+            metrics.log_start(LOGGER)
     (record,) = caplog.records
     assert record.levelname == "INFO"
     assert re.fullmatch(
@@ -72,10 +72,10 @@ def test_the_first_rank_tells_of_the_start(
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     make()
     with caplog.at_level(logging.INFO):
-        metrics.tell_of_start(LOGGER)
+        metrics.log_start(LOGGER)
         assert not caplog.records
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-        metrics.tell_of_start(LOGGER)
+        metrics.log_start(LOGGER)
     assert "cpu kernels (in the library)" in caplog.text
 
 

@@ -19,7 +19,7 @@ from workspace import config_bytes, workspace_of
 from attn_backend import Attention, BSRView, Composition, KVCache, Variant
 from attn_backend.jit import manifest
 from attn_backend.jit.manifest import HeadDims
-from attn_backend.kernels.attention import multiplies_float8
+from attn_backend.kernels.attention import prefill_multiplies_float8
 from attn_backend.kernels.native import DTYPES, KV_DTYPES, kv_element_of, values_of
 
 KERNELS = ("generic", "hopper")
@@ -180,7 +180,7 @@ class DeviceAttention:
         self._levels: tuple[BSRView, ...] = ()
         design = manifest.DESIGNS[kernel]
         self._kernels = tuple(design.cubins)
-        self._multiplies_float8 = multiplies_float8(
+        self._multiplies_float8 = prefill_multiplies_float8(
             design, attention.q_dtype, dims, variant if isinstance(variant, Variant) else None
         )
         self.launched = ""

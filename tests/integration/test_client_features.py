@@ -34,7 +34,8 @@ import time, numpy as np
 begin, sent = time.monotonic(), []
 for _ in range(count + more):
     sent.append(time.monotonic() - begin)
-    time.sleep(0.01)  # the client's own work does not add up
+    # The client's own work does not add up.
+    time.sleep(0.01)
     time.sleep(np.random.exponential(1.0 / rate))
 print([round(moment, 3) for moment in sent[:count]])
 """

@@ -32,7 +32,6 @@ from engine_modules import Parameters, Release, parameters_of
 from attn_backend.releases import (
     RELEASES,
     SGLANG_ON_CPU_SINCE,
-    VLLM_OWN_NAME_SINCE,
     is_before,
     was_checked,
 )
@@ -553,7 +552,7 @@ def test_releases_that_let_plugins_add_names(version: str) -> None:
     names = release.find(registry, "AttentionBackendEnum")
     assert isinstance(names, ast.ClassDef)
     adds_names = release.member(registry, names, "register") is not None
-    assert adds_names != is_before(version, VLLM_OWN_NAME_SINCE)
+    assert adds_names != is_before(version, "0.32.0")
 
 
 @pytest.mark.parametrize("version", CHECKED["sglang"])

@@ -29,7 +29,7 @@ from torch.nn import Module
 
 from attn_backend import Attention, KVCache, append_kv
 from attn_backend.adapters.layers import LayerSpec
-from attn_backend.adapters.metrics import export_counts, tell_of_start
+from attn_backend.adapters.metrics import export_counts, log_start
 from attn_backend.adapters.served import warn_if_untried
 from attn_backend.kernels.append import append_rounded
 from attn_backend.metadata.kv_cache import SCALED_DTYPES
@@ -130,7 +130,7 @@ class SGLangAttentionBackend(AttentionBackend):
         self._layers: dict[RadixAttention, LayerState] = {}
         for layer, parent in attention_layers(runner.model, is_encoder_decoder):
             self._remember(layer, parent)
-        tell_of_start(logger)
+        log_start(logger)
 
     # What SGLang asks the backend.
 

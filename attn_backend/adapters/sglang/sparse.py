@@ -15,7 +15,7 @@ from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 from torch import Tensor
 
 from attn_backend import KVCache
-from attn_backend.adapters.metrics import export_counts, tell_of_start
+from attn_backend.adapters.metrics import export_counts, log_start
 from attn_backend.adapters.selected import SelectedAttention
 from attn_backend.adapters.served import warn_if_untried
 from attn_backend.metadata.kv_cache import SCALED_LATENT_BYTES, SCALED_LATENT_DTYPE
@@ -59,7 +59,7 @@ class SparseBackend(DeepseekSparseAttnBackend):
             self._rows[SCALED_LATENT_DTYPE] = make(SCALED_LATENT_DTYPE)
         self._planned: SelectedAttention | None = None  # it holds this step's plan
         self._last_layer = -1
-        tell_of_start(logger)
+        log_start(logger)
 
     @property
     def prefill_attention_backend_str(self) -> str:

@@ -94,7 +94,7 @@ def _check_settings() -> None:
     refuse_if(rules.unsupported_algorithm(_algorithm()))
     for option in rules.REFUSED_OPTIONS:
         if compat.setting(_SETTINGS[option], None):
-            refuse_if(rules.unsupported_option(option))
+            refuse(*rules.unsupported_option(option))
     for option in rules.REFUSED_PARALLELISM:
         refuse_if(rules.unsupported_ranks(option, compat.setting(_SETTINGS[option], 1)))
 

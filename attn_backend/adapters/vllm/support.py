@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from attn_backend.adapters.layers import use_cascade
-from attn_backend.adapters.metrics import tell_of_start
+from attn_backend.adapters.metrics import log_start
 from attn_backend.adapters.served import is_ours, report_layers
 from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH
 from attn_backend.releases import own_release
@@ -195,7 +195,7 @@ def tell_when_ready(vllm_config: Any, layer_names: Iterable[str]) -> None:
     try:
         layers = compat.attention_layers(vllm_config)
         if all(name in _planned_layers or not is_ours(layers[name].get_attn_backend()) for name in layers):
-            tell_of_start(logger)
+            log_start(logger)
     except Exception as error:  # of a layer that is not ours; the line is only for information
         logger.debug("attn_backend cannot tell whether all its layers are ready: %s", error)
 

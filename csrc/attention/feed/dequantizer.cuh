@@ -1,10 +1,10 @@
 // How the producer dequantizes tiles of an 8-bit cache where they lie, in the ring: consumers then multiply 16-bit
 // tiles by the loops of a 16-bit cache.
 //
-// A stage has room for a stored tile, and a dequantized tile takes dequantized_stages of them. kv_copiers.cuh loads a
-// warp's share of a tile, and spreads it over the memory of the 16-bit tile. The warp waits for it at one of its
-// barriers, kv_stored. A row of a stored block becomes the same row of two blocks. The second of them lies where the
-// stored block did: a lane reads a chunk before it writes over it. No other lane has a part in the row.
+// A stage has room for a stored tile. A dequantized tile takes dequantized_stages of them. The copier loads a warp's
+// share of a tile and spreads it over the memory of the 16-bit tile (kv_copiers.cuh). The warp waits for it at one of
+// its barriers, kv_stored. A row of a stored block becomes the same row of two blocks. The second of them lies where
+// the stored block did: a lane reads a chunk before it writes over it. No other lane has a part in the row.
 //
 // Row tiles of 16 rows take their tiles as they are stored, and dequantize them in registers, unless a variant
 // transforms them. Their tiles take one stage.
@@ -156,12 +156,6 @@ class InPlaceDequantizer {
   const Shared& shared_;
   const Share& share_;
   int loaded_ = 0;  // tiles so far
-};
-
-/// Stands for InPlaceDequantizer in kernels whose producer does not dequantize in the ring.
-struct NoDequantizer {
-  template <class Shared, class Share>
-  __device__ __forceinline__ NoDequantizer(const Shared& /*shared*/, const Share& /*share*/) {}
 };
 
 }  // namespace attn::feed

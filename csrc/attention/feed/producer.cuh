@@ -90,8 +90,7 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
   if (flags & kUsesQueue) queue.begin(cursor);
   LoadedRowTile tile(params, cursor.now.tile);
   Copier copier(tma_params, share);
-  typename Conditional<Traits::kDequantizesInFeed, InPlaceDequantizer<Traits, Copier>, NoDequantizer>::Type dequantizer(
-      shared, share);
+  InPlaceDequantizer<Traits, Copier> dequantizer(shared, share);
 
   // K and V are one tile, which the warps that load K load.
   const bool is_one_tile = kIsWide && tma_params.v_is_k;

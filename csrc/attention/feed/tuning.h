@@ -96,10 +96,10 @@ struct SharedLayout {
   int32_t v_stage_bytes;
   int32_t transposed;        // two V tiles, if 8-bit elements are multiplied (float8_prefill.cuh)
   int32_t transposed_bytes;  // of one of them
-  int32_t probabilities;     // of wide heads: elements [64 rows][kv_tile]
-  int32_t staged;            // of an 8-bit cache: pieces of 16 bytes [staged_pieces][kProducerThreads]
-  int32_t row_states;        // float [2 (maximum, sum)][kSharingWarps][16]; of wide heads [3 (and correction)][64]
-  int32_t items;             // WorkItem [q_stages]; over an 8-bit cache each is followed by item_scales_bytes()
+  int32_t probabilities;     // elements [64 rows][kv_tile]. Only of wide heads.
+  int32_t staged;            // pieces of 16 bytes [staged_pieces][kProducerThreads]. Only of 8-bit caches.
+  int32_t row_states;        // float [2 (maximum, sum)][kSharingWarps][16]. Wide heads: [3 (and correction)][64].
+  int32_t items;             // WorkItem [q_stages]. With an 8-bit cache item_scales_bytes() follow each.
   int32_t item_bytes;
   int32_t queued;    // int32 [2]: pairs from the work queue
   int32_t barriers;  // mbarriers: q_full, q_free [q_stages], kv_full, kv_free [kv_stages][stage_parts], transformed;

@@ -17,8 +17,9 @@ struct HopperTraits : Kernel {
   using Hooks = VariantHooks<typename Kernel::Variant>;
   using Params = typename Conditional<Kernel::kIsLatent, LatentTmaParams, TmaParams>::Type;  // of a launch
 
-  /// Row tiles for wgmma multiply 8-bit elements (float8_prefill.cuh): where weights are probabilities, whose range is
-  /// known, and neither Q nor the cache is rewritten. multiplies_float8() in attention.py tells the host.
+  /// Row tiles for wgmma multiply 8-bit elements (float8_prefill.cuh). Weights must be probabilities, whose range is
+  /// known. Q and the cache must not be rewritten. The host applies the same rule: prefill_multiplies_float8() in
+  /// attention.py.
   static constexpr bool kMultipliesFloat8 = Kernel::kHasFloat8Query && is_same<typename Kernel::QElement, Float8E4M3> &&
                                             multiplies_float8(Shape::kDims) && Kernel::Variant::kUsesSoftmax &&
                                             !Hooks::kQuery && !Kernel::kTransformsCache;

@@ -72,7 +72,7 @@ def test_deterministic_inference_is_allowed_without_the_radix_cache() -> None:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
     """cascade and batch_invariant of every Attention that a backend creates."""
     arguments_of: list[tuple[bool, bool]] = []
-    monkeypatch.setattr(layers, "note_made", lambda *_: None)
+    monkeypatch.setattr(layers, "record_attention", lambda *_: None)
     monkeypatch.setattr(
         layers,
         "Attention",

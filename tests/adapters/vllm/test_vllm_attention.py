@@ -375,7 +375,7 @@ def test_what_the_environment_says(
     variable: str | None, cascade: bool, invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[dict[str, Any]] = []
-    monkeypatch.setattr(layers, "note_made", lambda *_: None)
+    monkeypatch.setattr(layers, "record_attention", lambda *_: None)
     monkeypatch.setattr(layers, "Attention", lambda *heads, **arguments: made.append(arguments))
     monkeypatch.delenv("ATTN_BACKEND_CASCADE", raising=False)
     if variable is not None:

@@ -75,7 +75,7 @@ def test_workspaces_of_plans(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> N
     asked: list[torch.device] = []
     monkeypatch.setattr(vllm_metadata, "warn_if_untried", lambda device, logger: asked.append(device))
     monkeypatch.setattr(sampler, "install", lambda device, config: False)
-    monkeypatch.setattr(layers, "note_made", lambda *_: None)
+    monkeypatch.setattr(layers, "record_attention", lambda *_: None)
     monkeypatch.setattr(layers, "Attention", lambda *heads, **options: gpu.pools)
     with gpu.use_pool():
         builder = make_builder([make_impl(), make_impl(sliding_window=8)], device="cuda:0")

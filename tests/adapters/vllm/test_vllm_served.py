@@ -192,7 +192,7 @@ def test_the_builder_of_the_last_layers_tells_of_the_start(
     registry: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(support, "tell_of_start", told.append)
+    monkeypatch.setattr(support, "log_start", told.append)
     monkeypatch.setattr(support, "_planned_layers", set())
     model = config({**numbered(OURS, range(3)), "theirs": THEIRS}, registry.CUSTOM)
     support.tell_when_ready(model, ["model.layers.0.attn", "model.layers.2.attn"])
