@@ -437,7 +437,7 @@ def _nvcc_flags(target: str) -> list[str]:
 
 def _nvrtc_flags(target: str) -> list[str]:
     return [
-        "-std=c++17",
+        "-std=c++20",  # for designated initializers, which nvcc and g++ also take in C++17
         f"--gpu-architecture={target}",
         "--device-as-default-execution-space",
         "--ptxas-options=-v",

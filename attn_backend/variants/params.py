@@ -39,14 +39,15 @@ _CPP_SCALARS = {float: "float", int: "int32_t"}
 _FLOATS = (float, torch.float32, torch.float16, torch.bfloat16)
 # C++ keywords, and names that have a meaning in a variant.
 _CPP_WORDS = """
-    alignas alignof and and_eq asm auto bitand bitor bool break case catch char class compl const constexpr
-    const_cast continue decltype default delete do double dynamic_cast else enum explicit export extern false
-    float for friend goto if inline int long mutable namespace new noexcept not not_eq nullptr operator or
-    or_eq private protected public register reinterpret_cast return short signed sizeof static static_assert
-    static_cast struct switch template this throw true try typedef typeid typename union unsigned using
-    virtual void volatile wchar_t while xor xor_eq attn int32_t int64_t uint32_t uint64_t uint8_t ParamTensor
-    ScoreRow KvToken Pair PairLayout Params params kUsesSoftmax query key value logits bias_slope mask output
-    range logit row kv_position kv_head column abs ceil exp exp2 floor floor_divide floor_modulo infinity log
+    alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t class compl
+    concept const consteval constexpr constinit const_cast continue co_await co_return co_yield decltype
+    default delete do double dynamic_cast else enum explicit export extern false float for friend goto if
+    inline int long mutable namespace new noexcept not not_eq nullptr operator or or_eq private protected
+    public register reinterpret_cast requires return short signed sizeof static static_assert static_cast
+    struct switch template this throw true try typedef typeid typename union unsigned using virtual void
+    volatile wchar_t while xor xor_eq attn int32_t int64_t uint32_t uint64_t uint8_t ParamTensor ScoreRow
+    KvToken Pair PairLayout Params params kUsesSoftmax query key value logits bias_slope mask output range
+    logit row kv_position kv_head column abs ceil exp exp2 floor floor_divide floor_modulo infinity log
     log2 max min quick_divide rotated select sigmoid soft_cap sqrt tanh turns_of
 """
 
