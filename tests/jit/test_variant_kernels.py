@@ -453,6 +453,7 @@ def test_a_cxx_that_cannot_be_run_is_named(
 def test_without_a_cpp_compiler_the_message_says_what_to_do(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(compilers, "cpp_compiler", lambda: None)
     with pytest.raises(RuntimeError, match=r"no C\+\+ compiler was found: install g\+\+, or set CXX"):
         cubins.find_library(ALIBI, "baseline", "float32", 64)

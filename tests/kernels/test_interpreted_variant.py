@@ -33,6 +33,7 @@ INTERPRETED = [entry for entry in entries() if can_be_interpreted(entry.variant)
 @pytest.fixture(autouse=True)
 def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(compilers, "cpp_compiler", lambda: None)
     monkeypatch.setattr(progress, "warned", set())
 
