@@ -59,6 +59,12 @@ class Settings(BaseModel):
         description="report metadata errors that only the device can detect, and refuse a second thread; "
         "synchronizes",
     )
+    dequantized_mib: Annotated[int, BeforeValidator(_false_if_empty)] = Field(
+        128,
+        ge=0,
+        description="MiB of each workspace on Hopper for a 16-bit copy of what prompts read from an 8-bit "
+        "cache; a prompt that finds no room there is slower",
+    )
     dump: Annotated[Path | None, BeforeValidator(_none_if_empty)] = Field(
         None,
         description="write the metadata of batches that were refused or clamped to this folder, for "

@@ -1,7 +1,8 @@
 """Attention over an 8-bit cache (e4m3), with bf16 and 8-bit queries, compared with four baselines. These are
 our own bf16, FA3 over the same cache (8-bit Q), FlashInfer with both kinds of queries, and the floor.
 
-One process, one GPU, 32/8 heads, head_dim 128, page 16, cold L2, CUDA-graph replay, median. The floor: bytes
+One process, one GPU, 32/8 heads, head_dim 128 (prompts also with 32/8 heads of 64, and 16/4 of 256), page
+16, cold L2, CUDA-graph replay, median. The floor: bytes
 of the 8-bit cache, Q and O at the bandwidth of a device copy. Errors are relative to float64 on the
 dequantized cache.
 
@@ -26,7 +27,7 @@ from benchmarks.peers import Kernels, Run, fastest, page_table, workspace
 from benchmarks.report import asked_peers, number, options, ratio, table
 from benchmarks.timing import Machine, Timer, start
 
-HEADS = (32, 8)
+HEADS = {128: (32, 8), 64: (32, 8), 256: (16, 4)}
 FLOAT8 = torch.float8_e4m3fn
 LARGEST_FLOAT8 = torch.finfo(FLOAT8).max
 K_SCALE, V_SCALE = 0.02, 0.01
@@ -43,13 +44,17 @@ def cases() -> list[Case]:
         ("decode bs64 4k", 64, 4096),
         ("decode bs1 128k", 1, 131072),
     )
-    made = [Case(name, (1,) * batch, (tokens,) * batch, *HEADS) for name, batch, tokens in decodes]
+    heads = HEADS[128]
+    made = [Case(name, (1,) * batch, (tokens,) * batch, *heads) for name, batch, tokens in decodes]
+    made.append(Case("verify bs64 4k, 4 tokens each", (4,) * 64, (4096,) * 64, *heads))
     prefills = (("prefill 16 x 1k", 16, 1024), ("prefill 4 x 4k", 4, 4096), ("prefill 1 x 16k", 1, 16384))
-    made.append(Case("verify bs64 4k, 4 tokens each", (4,) * 64, (4096,) * 64, *HEADS))
-    return [
-        *made,
-        *(Case(name, (tokens,) * batch, (tokens,) * batch, *HEADS) for name, batch, tokens in prefills),
-    ]
+    for head_dim, heads in HEADS.items():
+        suffix = "" if head_dim == 128 else f" d{head_dim}"
+        made += [
+            Case(name + suffix, (tokens,) * batch, (tokens,) * batch, *heads, head_dim=head_dim)
+            for name, batch, tokens in prefills
+        ]
+    return made
 
 
 def floor_bytes(case: Case) -> int:

@@ -140,7 +140,8 @@ CUDA_ELEMENTS = {"bf16": "BFloat16", "f16": "Float16"}
 STATE_ELEMENTS = {"f32": "Float32State"} | CUDA_ELEMENTS
 ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # keys are torch's names
 # Elements of caches with scales, narrower than Q's (or the same under float8_q). latent: MLA, scales per row.
-CUDA_KV_ELEMENTS = {"e4m3": "Float8E4M3", "e5m2": "Float8E5M2", "latent": "ScaledLatent"}
+FLOAT8_ELEMENTS = {"e4m3": "Float8E4M3", "e5m2": "Float8E5M2"}
+CUDA_KV_ELEMENTS = FLOAT8_ELEMENTS | {"latent": "ScaledLatent"}
 KV_ELEMENT_NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "uint8": "latent"}  # by torch's names
 CACHE_ELEMENT_NAMES = KV_ELEMENT_NAMES | ELEMENT_NAMES
 STANDARD_VARIANTS = {"standard": "StandardVariant", "sinks": "WithSinks<attn::StandardVariant>"}
@@ -201,6 +202,8 @@ class Design:
         serves: whether it has kernels for heads; the bool: under a variant that transforms Q, K or V. Heads
             that it does not support go to the next design.
         multiplies_float8: multiplies e4m3 Q and K directly, for heads of MULTIPLIED_FLOAT8_HEAD_DIMS.
+        reads_dequantized: over 8-bit caches, a kernel may dequantize tokens before attention
+            (KernelDesign::min_dequantized_rows).
     """
 
     name: str
@@ -208,6 +211,7 @@ class Design:
     cubins: dict[str, str]
     serves: Callable[[HeadDims, bool], bool] = lambda dims, transforms: True
     multiplies_float8: bool = False
+    reads_dequantized: bool = False
 
     def cubins_for(self, shape: KernelShape) -> dict[str, str]:
         """The entries of `cubins` for a shape.
@@ -236,6 +240,7 @@ DESIGNS = {
         {"attention": "sm90", "attention_rows": "sm90_gather"},
         _has_room_for_transforms,
         multiplies_float8=True,
+        reads_dequantized=True,
     ),
     "generic": Design("sm80", ARCHS, {"attention": "sm80"}),
 }
@@ -287,6 +292,11 @@ def append_qkv_name(element: str, kv_element: str | None = None) -> str:
     """
     of_cache = "float8" if kv_element in CUDA_KV_ELEMENTS else kv_element
     return f"append_qkv_{element}_{of_cache}" if of_cache else f"append_qkv_{element}"
+
+
+def dequantize_name(element: str, kv_element: str) -> str:
+    """element: of Q and O. kv_element: of an 8-bit cache."""
+    return f"dequantize_{element}_{kv_element}"
 
 
 def merge_states_name(element: str) -> str:
@@ -535,6 +545,17 @@ constexpr bool kKernelQuantizes = $quantizes;
 #include "cache/append_qkv.cu"
 """)
 
+_DEQUANTIZE = Template("""\
+#include "common/elements.cuh"
+
+namespace attn {
+using KernelElement = $element;
+using KernelStored = $stored;
+}  // namespace attn
+
+#include "attention/feed/dequantize.cu"
+""")
+
 _SAMPLING_LOGITS = Template("""\
 #include "sampling/device/source.cuh"
 
@@ -581,6 +602,11 @@ def attention_source(design: str, shape: KernelShape, variant_type: str) -> str:
 def merge_source(element: str, variant_type: str) -> str:
     """element: of O."""
     return _MERGE.substitute(element=(CUDA_ELEMENTS | CUDA_KV_ELEMENTS)[element], variant=variant_type)
+
+
+def dequantize_source(element: str, stored: str) -> str:
+    """stored: of FLOAT8_ELEMENTS."""
+    return _DEQUANTIZE.substitute(element=CUDA_ELEMENTS[element], stored=FLOAT8_ELEMENTS[stored])
 
 
 def attention_kernels(shape: KernelShape, variants: Iterable[str] = STANDARD_VARIANTS) -> list[Kernel]:
@@ -734,6 +760,15 @@ _ALL = (
     Kernel("append_latent", ARCHS, '#include "cache/append_latent.cu"\n'),
     Kernel("selected_slots", ARCHS, '#include "planner/device/selection.cu"\n'),
     *(append_qkv_kernel(element, kv_element) for element in CUDA_ELEMENTS for kv_element in (None, "e4m3")),
+    *(
+        Kernel(
+            dequantize_name(element, stored),
+            (SM90,),
+            dequantize_source(element, stored),
+        )
+        for element in CUDA_ELEMENTS
+        for stored in FLOAT8_ELEMENTS
+    ),
     *_attention_kernels(),
     *(
         Kernel(merge_states_name(name), ARCHS, _MERGE_STATES.substitute(element=element))

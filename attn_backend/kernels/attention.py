@@ -170,6 +170,7 @@ class AttentionConfig:
         design = self.design
         return pack(
             "AttentionConfig",
+            dequantized_bytes=Settings.read().dequantized_mib << 20 if design else 0,
             num_qo_heads=self.num_qo_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
@@ -203,9 +204,10 @@ class AttentionConfig:
             return files
         element = DTYPE_NAMES[self.dtype]
         names = {"plan": "plan"}
-        shape = manifest.KernelShape(
-            element, self.dims, kv_element_of(self.kv_dtype, self.dtype), self.q_dtype != self.dtype
-        )
+        kv_element = kv_element_of(self.kv_dtype, self.dtype)
+        if design.reads_dequantized and kv_element in manifest.FLOAT8_ELEMENTS:
+            names["dequantize"] = manifest.dequantize_name(element, kv_element)
+        shape = manifest.KernelShape(element, self.dims, kv_element, self.q_dtype != self.dtype)
         for prefix, out_element in manifest.out_elements(element, self.float8_out).items():
             names[f"{prefix}merge"] = manifest.merge_name(out_element)
             if variant is None:
@@ -682,6 +684,7 @@ class Attention:
                 int(sizes["partial_lse"]) // 4, dtype=torch.float32, device=device
             )
             self._row_ranges = _zeros(int(sizes["row_ranges"]), device)
+            self._dequantized = torch.empty(int(sizes["dequantized"]), dtype=torch.uint8, device=device)
         except RuntimeError as error:  # includes torch.OutOfMemoryError
             room = (
                 f"max_rows = {max_rows}, max_batch = {max_batch}, max_levels = {max_levels} need a "
@@ -689,7 +692,12 @@ class Attention:
             )
             raise type(error)(f"{room}, which torch cannot allocate: {error}") from None
         self._library.set_workspace(
-            self._handle, self._schedule, self._partial_o, self._partial_lse, self._row_ranges
+            self._handle,
+            self._schedule,
+            self._partial_o,
+            self._partial_lse,
+            self._row_ranges,
+            self._dequantized,
         )
         self._counts = (
             ScheduleCounts(self._schedule, *self._schedule_structs()) if Settings.read().metrics else None
@@ -705,7 +713,13 @@ class Attention:
         """Bytes of device memory that this object holds."""
         return sum(
             t.numel() * t.element_size()
-            for t in (self._schedule, self._partial_o, self._partial_lse, self._row_ranges)
+            for t in (
+                self._schedule,
+                self._partial_o,
+                self._partial_lse,
+                self._row_ranges,
+                self._dequantized,
+            )
         )
 
     def with_room(self, *, max_rows: int = 0, max_batch: int = 0, max_levels: int = 0) -> Attention:

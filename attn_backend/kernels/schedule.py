@@ -119,6 +119,8 @@ GROUP_COLUMNS = (
     "kv_offset",
     "q_position",
     "request",
+    "dequantized_row",
+    "dequantized_token",
 )
 TILE_ROWS = (16, 32, 64, 128, 192)  # by kind
 TILE_COLUMNS = ("group", "kind", "packed_begin", "kv_begin", "kv_end", "num_kv_tiles")
@@ -139,7 +141,7 @@ class Schedule:
     """A schedule, copied to the CPU.
 
     Attributes:
-        groups: int32 [row groups, 10]: GROUP_COLUMNS of each row group, level by level (`of_groups`).
+        groups: int32 [row groups, 12]: GROUP_COLUMNS of each row group, level by level (`of_groups`).
         table_begin: int64 [row groups]: where the group's pages start in the page indices.
         tiles: int32 [tiles, 6]: TILE_COLUMNS of each row tile (`of_tiles`).
         cost_begin: int64 [tiles]: cost of everything before the tile.
@@ -161,6 +163,8 @@ class Schedule:
         max_tiles: capacity in row tiles.
         min_queue_pairs: a work queue is used if a CTA's share holds this many of the longest pairs; 0: never.
         min_share: smallest cost for which a separate CTA pays off.
+        dequantized_tokens: capacity in tokens of an 8-bit cache that are dequantized before attention.
+        min_dequantized_rows: packed rows of a row group whose tokens are.
         kv_tile_cost: cost of a KV tile, by cost_kinds().
         pair_cost: cost of a pair in addition to its KV tiles, by cost_kinds().
     """
@@ -183,6 +187,8 @@ class Schedule:
     max_tiles: int
     min_queue_pairs: int
     min_share: int
+    dequantized_tokens: int
+    min_dequantized_rows: int
     kv_tile_cost: tuple[int, ...]
     pair_cost: tuple[int, ...]
 
@@ -236,6 +242,8 @@ class Schedule:
             max_tiles=int(config["max_tiles"]),
             min_queue_pairs=int(config["min_queue_pairs"]),
             min_share=int(config["min_share"]),
+            dequantized_tokens=int(config["dequantized_tokens"]),
+            min_dequantized_rows=int(config["min_dequantized_rows"]),
             kv_tile_cost=tuple(config["kv_tile_cost"].tolist()),
             pair_cost=tuple(config["pair_cost"].tolist()),
         )

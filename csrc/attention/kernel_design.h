@@ -5,6 +5,7 @@
 #include <new>
 #include <type_traits>
 
+#include "attention/feed/dequantized_kv.h"
 #include "attention/head_shape.h"
 #include "attention/params.h"
 #include "common/kernel_code.h"
@@ -51,6 +52,7 @@ struct LaunchContext {
   KernelCode merge_code;
   bool (*encode)(const Tensor4d& tensor, TensorMap& map);  // the driver's; returns whether TMA can load such boxes
   KvForm kv_form;                                          // of the cache
+  DequantizedKv dequantized;                               // without rows: this run has none
 };
 
 /// Where latent kernels find the last columns of Q. They see one tensor as two, side by side.
@@ -90,6 +92,9 @@ struct KernelDesign {
   bool (*forms_clusters)(KvForm kv) = [](KvForm /*kv*/) { return false; };
   /// Tokens of a KV tile.
   int32_t (*kv_tile)(HeadDims dims, KvForm kv);
+  /// Packed rows of a row group from which it pays to dequantize its tokens before attention (DequantizedKv); 0: the
+  /// kernel cannot read them.
+  int32_t (*min_dequantized_rows)(HeadDims dims, KvForm kv) = [](HeadDims /*dims*/, KvForm /*kv*/) { return 0; };
   /// Names of cubins in KernelFiles. A design with fewer kernels has nullptr.
   const char* kernels[kMaxDesignKernels];
   /// Threads of a CTA.

@@ -58,6 +58,7 @@ struct Planned {
   int32_t aligned_cta = 0;
   int32_t aligned_parts = 0;
   int32_t aligned_kv_tiles = 0;  // of each part but the first, which has what is left
+  int32_t dequantized_tokens = 0;
   uint32_t errors = 0;
 };
 

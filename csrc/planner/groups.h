@@ -148,6 +148,21 @@ ATTN_HD int32_t count_row_tiles(const ScheduleConfig& config, const RowGroup& gr
   return row_tiles_of(packed_rows_of(config, group.qo_len), group.kind);
 }
 
+/// Sets the first of a row group's tokens that belong in DequantizedKv. Returns how many rows they take there; 0: the
+/// row group has too few rows for that.
+ATTN_HD int64_t choose_dequantized(const PlanParams& p, RowGroup& group) {
+  const ScheduleConfig& config = p.config;
+  group.dequantized_row = -1;
+  group.dequantized_token = 0;
+  if (config.dequantized_tokens == 0 || packed_rows_of(config, group.qo_len) < config.min_dequantized_rows) return 0;
+  const int32_t offset = group.kv_len - group.qo_len;
+  const TokenRange seen =
+      p.levels[group.level].visibility.seen_by_any(offset, offset + group.qo_len - 1, TokenRange{0, group.kv_len});
+  // A row tile's first KV tile may begin before the first token that its rows see.
+  group.dequantized_token = p.kv_tile.divide(clamp(seen.begin, 0, group.kv_len)) * config.kv_tile;
+  return ceil_div<int64_t>(group.kv_len - group.dequantized_token, kDequantizedRows) * kDequantizedRows;
+}
+
 /// Narrows `range`, in tokens of the row group, to what any of its rows [first, last] sees.
 ATTN_HD TokenRange seen_by_any_row(const RowRange* row_ranges, const RowGroup& group, int32_t first, int32_t last,
                                    TokenRange range) {

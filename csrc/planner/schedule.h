@@ -72,6 +72,10 @@ struct RowGroup {
   int32_t kv_offset;   // tokens of its request that come before its first one
   int32_t q_position;  // of its row number 0 among the tokens of its request
   int32_t request;     // its place in the batch; -1: its rows are of several requests (Schedule::row_requests)
+  // Of long row groups over an 8-bit cache: token t is row t - dequantized_token + dequantized_row of DequantizedKv
+  // (attention/feed/dequantized_kv.h), from dequantized_token on.
+  int32_t dequantized_row;  // -1: it has no rows in DequantizedKv
+  int32_t dequantized_token;
 };
 
 /// Packed rows [packed_begin, packed_begin + tile_rows(kind)) of a row group. Rows below qo_len * group_size exist. Any
@@ -188,6 +192,7 @@ struct ScheduleHeader {
   int32_t aligned_parts;   // CTAs of each of their pairs
   uint32_t second_queue_head;           // as queue_head, of the CTAs that take second halves of row tiles
   int32_t section_tokens;               // as in ScheduleConfig
+  int32_t dequantized_tokens;           // rows of DequantizedKv in use
   int64_t share;                        // cost that each CTA gets, of what lies before them
   int32_t kv_tile_cost[kNumCostKinds];  // as in ScheduleConfig
   int32_t pair_cost[kNumCostKinds];
@@ -258,6 +263,8 @@ struct ScheduleConfig {
   int32_t min_queue_pairs;  // a work queue is used if a CTA's share holds at least this number of the longest pairs; 0:
                             // never (distribute_pairs() in cost_model.h has further cases)
   int32_t section_tokens;   // of one KV head whose K and V fill a section of L2 (queued_pair() in schedule_reader.h)
+  int32_t dequantized_tokens;    // rows of DequantizedKv; 0: there is none
+  int32_t min_dequantized_rows;  // packed rows of a row group whose tokens go there
   int32_t min_share;  // smallest cost that is worth a CTA; >= every weight, so that no part of a split tile is empty
   int32_t kv_tile_cost[kNumCostKinds];  // cost of one KV tile
   int32_t pair_cost[kNumCostKinds];     // cost of a (row tile, KV head) pair without its KV tiles: load Q, write O
@@ -275,6 +282,9 @@ ATTN_HD int32_t choose_kind(const ScheduleConfig& config, int32_t packed_rows, i
   for (int32_t k = 0; k < kNumTileKinds - 1; ++k) kind += tile_rows(k) < packed_rows;
   return max_of(min_of(kind, config.max_kind), smallest);
 }
+
+/// Row groups begin at multiples of this number of rows of DequantizedKv.
+constexpr int32_t kDequantizedRows = 8;
 
 /// Row tiles of a kind that hold this many packed rows.
 ATTN_HD int32_t row_tiles_of(int32_t packed_rows, int32_t kind) {

@@ -87,24 +87,32 @@ ATTN_STEP void read_groups(PlanContext<Threads>& c) {
   if (p.num_levels > 1 || p.levels[0].rows != nullptr) link_rows(c);
 }
 
-/// Counts the row tiles of row groups.
+/// Counts the row tiles of row groups, and places the tokens of long ones in DequantizedKv, as far as there is room.
 template <class Threads>
 ATTN_STEP void count_tiles(PlanContext<Threads>& c) {
   const ScheduleConfig& config = c.p.config;
-  int64_t num_tiles = 0;
-  Threads::sync();  // all row groups are written
+  int64_t totals[] = {0, 0};  // row tiles, rows of DequantizedKv
+  Threads::sync();            // all row groups are written
   for_each_together<Threads>(c.planned.num_groups, [&](int32_t g) {
     RowGroup group{};
+    int64_t dequantized = 0;
     if (g < c.planned.num_groups) {
       group = c.p.schedule.groups[g];
+      dequantized = choose_dequantized(c.p, group);
       if (group.kind == config.max_kind && group.qo_len > 0) c.shared.has_largest_tiles = 1;
     }
-    const int64_t tile_begin = running_sum<Threads>(c.shared, int64_t{count_row_tiles(config, group)}, num_tiles);
-    if (g < c.planned.num_groups)
-      c.tile_begin[g] = c.p.schedule.groups[g].tile_begin = static_cast<int32_t>(tile_begin);
+    int64_t begin[] = {count_row_tiles(config, group), dequantized};
+    Threads::running_sums(c.shared, begin, totals);
+    if (g >= c.planned.num_groups) return;
+    const bool has_room = dequantized > 0 && begin[1] + dequantized <= config.dequantized_tokens;
+    RowGroup& placed = c.p.schedule.groups[g];
+    c.tile_begin[g] = placed.tile_begin = static_cast<int32_t>(begin[0]);
+    placed.dequantized_row = has_room ? static_cast<int32_t>(begin[1]) : -1;
+    placed.dequantized_token = group.dequantized_token;
   });
-  if (num_tiles > config.max_tiles) Threads::report(c.shared.errors, kQoIndptrInvalid);
-  c.planned.num_tiles = static_cast<int32_t>(min_of<int64_t>(num_tiles, config.max_tiles));
+  if (totals[0] > config.max_tiles) Threads::report(c.shared.errors, kQoIndptrInvalid);
+  c.planned.num_tiles = static_cast<int32_t>(min_of<int64_t>(totals[0], config.max_tiles));
+  c.planned.dequantized_tokens = static_cast<int32_t>(min_of<int64_t>(totals[1], config.dequantized_tokens));
 }
 
 /// Places the row tiles of all row groups in the list of work, one thread for each tile, and finds the longest pairs.
@@ -185,6 +193,7 @@ ATTN_HD void write_header(const PlanParams& p, const Planned& planned) {
   header.aligned_parts = planned.aligned_parts;
   header.share = planned.share;
   header.section_tokens = p.config.section_tokens;
+  header.dequantized_tokens = planned.dequantized_tokens;
   for (int32_t kind = 0; kind < kNumCostKinds; ++kind) {
     header.kv_tile_cost[kind] = p.config.kv_tile_cost[kind];
     header.pair_cost[kind] = p.config.pair_cost[kind];

@@ -34,6 +34,14 @@ constexpr int32_t max_forest_requests(int32_t shared_bytes) {
 static_assert(max_forest_requests(163 * 1024) == kMaxForestRequests && max_forest_requests(99 * 1024) == 736,
               "an A100's blocks, and those of GPUs with the least memory");
 
+/// Bytes of a row of K or V in DequantizedKv.
+int64_t dequantized_row_bytes(const AttentionConfig& config, int32_t head_columns) {
+  return int64_t{config.num_kv_heads} * dequantized_columns(head_columns) * bytes_of(config.dtype);
+}
+int64_t dequantized_row_bytes(const AttentionConfig& config) {
+  return dequantized_row_bytes(config, config.head_dim) + dequantized_row_bytes(config, config.head_dim_v);
+}
+
 /// CTAs that share an interval of the schedule.
 int32_t ctas_of_interval(const AttentionConfig& config, const KernelDesign& design) {
   return design.halves_row_tiles(config.dims(), config.num_qo_heads / config.num_kv_heads) ? 2 : 1;
@@ -81,6 +89,11 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config, const KernelD
   const HeadDims dims = config.dims();
   schedule.section_tokens = costs.section_bytes / ((dims.qk + dims.v) * bytes_of(config.kv_dtype));
   schedule.min_share = costs.min_share;
+  schedule.min_dequantized_rows = design.min_dequantized_rows(dims, config.kv_form());
+  if (schedule.min_dequantized_rows > 0 && packed_rows_of(schedule, config.max_rows) >= schedule.min_dequantized_rows) {
+    const int64_t rows = min_of(config.dequantized_bytes / dequantized_row_bytes(config), kMaxInt32);
+    schedule.dequantized_tokens = static_cast<int32_t>(rows / kDequantizedRows * kDequantizedRows);
+  }
   // Costs are times of an interval, in which two CTAs do twice as much as one. Two halves take as long as one of them.
   schedule.state_cost = costs.state / ctas;
   schedule.cascade_cost = costs.forest / ctas;
@@ -155,6 +168,8 @@ void Attention::load_kernels(const KernelFiles& files, int32_t forest_requests) 
   if (schedule.max_nodes > 0)
     plan_forest_kernel_ =
         driver::load_kernel(plan_file, "plan_forest_kernel", device, plan_forest_shared_bytes(schedule.max_nodes));
+  if (schedule.dequantized_tokens > 0)
+    dequantize_kernel_ = driver::load_kernel(file_of(files, "dequantize"), "dequantize_kernel", device, 0);
   if (config_.has_mask)
     row_ranges_kernel_ = driver::load_kernel(file_of(files, "row_ranges"), "row_ranges_kernel", device, 0);
   load_output_kernels(files, "", kernels_);
@@ -200,10 +215,11 @@ void Attention::set_variant_params(const void* params, size_t bytes) {
 WorkspaceSize Attention::workspace_size() const {
   const int64_t slot_rows = int64_t{schedule_config_.num_ctas} * kSlotsPerCta * tile_rows(schedule_config_.max_kind);
   const int64_t rows = slot_rows + int64_t{schedule_config_.max_states} * config_.num_qo_heads;
-  return WorkspaceSize{layout_.bytes, rows * config_.head_dim_v * static_cast<int64_t>(sizeof(float)),
-                       rows * static_cast<int64_t>(sizeof(float)),
-                       row_ranges_bytes() + int64_t{config_.max_levels} * num_kv_tile_lists() *
-                                                static_cast<int64_t>(sizeof(KvTileList))};
+  return WorkspaceSize{
+      layout_.bytes, rows * config_.head_dim_v * static_cast<int64_t>(sizeof(float)),
+      rows * static_cast<int64_t>(sizeof(float)),
+      row_ranges_bytes() + int64_t{config_.max_levels} * num_kv_tile_lists() * static_cast<int64_t>(sizeof(KvTileList)),
+      schedule_config_.dequantized_tokens * dequantized_row_bytes(config_)};
 }
 
 int64_t Attention::row_ranges_bytes() const {
@@ -216,11 +232,14 @@ int32_t Attention::num_kv_tile_lists() const {
       max_row_tiles(config_.max_groups, config_.max_rows, schedule_config_.group_size, schedule_config_.max_kind));
 }
 
-void Attention::set_workspace(void* schedule, void* partial_o, void* partial_lse, void* row_ranges) {
+void Attention::set_workspace(void* schedule, void* partial_o, void* partial_lse, void* row_ranges, void* dequantized) {
   schedule_ = Schedule(schedule, layout_);
   partial_o_ = static_cast<float*>(partial_o);
   partial_lse_ = static_cast<float*>(partial_lse);
   row_ranges_ = static_cast<RowRange*>(row_ranges);
+  const int32_t rows = schedule_config_.dequantized_tokens;
+  const int64_t k_bytes = rows * dequantized_row_bytes(config_, config_.head_dim);
+  dequantized_ = DequantizedKv{dequantized, static_cast<char*>(dequantized) + k_bytes, config_.dtype, rows};
 }
 
 bool Attention::try_lock() {
@@ -344,6 +363,32 @@ void Attention::select(const Selection& selection, int32_t num_rows, driver::Str
   }
 }
 
+bool Attention::may_have_long_groups(int32_t num_rows) const {
+  if (schedule_config_.dequantized_tokens == 0) return false;
+  int32_t longest = 0;
+  for (int32_t i = 0; i < plan_params_.num_levels; ++i) {
+    const PlanLevel& level = plan_params_.levels[i];
+    // If each row group has a row, which need not be so. The launch is not worth its time in a batch of decodes.
+    longest = max_of(longest, min_of(num_rows, level.max_rows) - (level.num_groups - 1));
+  }
+  return packed_rows_of(schedule_config_, longest) >= schedule_config_.min_dequantized_rows;
+}
+
+void Attention::dequantize(const AttentionParams& params, driver::Stream stream) const {
+  DequantizeParams dequantize{};
+  dequantize.schedule = schedule_;
+  dequantize.page_size = params.page_size;
+  dequantize.num_pages = params.num_pages;
+  dequantize.num_kv_heads = params.num_kv_heads;
+  dequantize.k = DequantizedTensor(params.k, config_.head_dim, dequantized_.k);
+  dequantize.v = DequantizedTensor(params.v, config_.head_dim_v, dequantized_.v);
+  dequantize.row_chunks =
+      FastDivisor((dequantize.k.head_chunks.divisor + dequantize.v.head_chunks.divisor) * params.num_kv_heads);
+  const int32_t ctas = kDequantizeCtasPerMultiprocessor * driver::multiprocessor_count(config_.device);
+  driver::launch(dequantize_kernel_, driver::Launch{static_cast<uint32_t>(ctas), 1, kDequantizeThreads, true},
+                 &dequantize, stream);
+}
+
 uint32_t Attention::run(LatentAttentionParams params, const AttentionScales& scales, driver::Stream stream) {
   const bool has_scales = has_8_bits(config_.kv_dtype);
   params.schedule = schedule_;
@@ -370,14 +415,25 @@ uint32_t Attention::run(LatentAttentionParams params, const AttentionScales& sca
     }
     return errors;
   }
+  const bool dequantizes = may_have_long_groups(params.num_rows);
+  if (dequantizes) {
+    dequantize(params, stream);
+    params.after_append = 1;  // it waited for all before it
+  }
   const uint32_t ctas = static_cast<uint32_t>(params.num_ctas);
   const bool float8_out = params.has_out_scale();
   const OutputKernels& kernels = float8_out ? float8_kernels_ : kernels_;
-  const LaunchContext context{
-      plan_params_.levels, plan_params_.num_levels, float8_out ? DataType::kFloat8E4M3 : config_.dtype,
-      config_.q_dtype,     config_.kv_dtype,        config_.dims(),
-      kernels.codes,       kernels.merge_code,      driver::encode,
-      config_.kv_form()};
+  const LaunchContext context{plan_params_.levels,
+                              plan_params_.num_levels,
+                              float8_out ? DataType::kFloat8E4M3 : config_.dtype,
+                              config_.q_dtype,
+                              config_.kv_dtype,
+                              config_.dims(),
+                              kernels.codes,
+                              kernels.merge_code,
+                              driver::encode,
+                              config_.kv_form(),
+                              dequantizes ? dequantized_ : DequantizedKv{}};
   KernelArguments arguments;
   LatentAttentionParams attention_params = params;  // the merge kernel's variant has no scales
   if (has_scales) attention_params.variant = with_scales(params.variant, scales);

@@ -20,6 +20,7 @@ namespace attn {
 
 /// Fixed when the object is made. Filled by Python.
 struct AttentionConfig {
+  int64_t dequantized_bytes;  // most that DequantizedKv may take, where the design can use it
   int32_t num_qo_heads;
   int32_t num_kv_heads;
   int32_t head_dim;    // of Q and K
@@ -75,7 +76,8 @@ struct WorkspaceSize {
   int64_t schedule;
   int64_t partial_o;
   int64_t partial_lse;
-  int64_t row_ranges;  // and the KvTileLists after them
+  int64_t row_ranges;   // and the KvTileLists after them
+  int64_t dequantized;  // DequantizedKv
 };
 
 /// Most query heads: counts for each head and row fit into 64 bits.
@@ -103,7 +105,7 @@ class Attention {
   const ScheduleConfig& schedule_config() const { return schedule_config_; }
   const ScheduleLayout& layout() const { return layout_; }
   WorkspaceSize workspace_size() const;
-  void set_workspace(void* schedule, void* partial_o, void* partial_lse, void* row_ranges);
+  void set_workspace(void* schedule, void* partial_o, void* partial_lse, void* row_ranges, void* dequantized);
 
   /// A level of the next plan, to be filled in by the caller.
   PlanLevel& level(int32_t index) { return plan_params_.levels[index]; }
@@ -163,6 +165,10 @@ class Attention {
   /// lock() without the error: returns whether this thread uses the object.
   bool try_lock();
   void find_row_ranges(int32_t level, driver::Stream stream);
+  /// Whether the plan may have row groups whose tokens are worth dequantizing before attention. `num_rows`: of Q.
+  bool may_have_long_groups(int32_t num_rows) const;
+  /// Dequantizes their tokens.
+  void dequantize(const AttentionParams& params, driver::Stream stream) const;
   PlannedSelection planned_selection(int32_t level) const;
   int64_t row_ranges_bytes() const;
   int32_t num_kv_tile_lists() const;
@@ -176,7 +182,7 @@ class Attention {
   const bool is_interpreted_;  // a variant for a CPU without a file
   ScheduleConfig schedule_config_;
   ScheduleLayout layout_;
-  driver::Kernel plan_kernel_, plan_forest_kernel_, row_ranges_kernel_;
+  driver::Kernel plan_kernel_, plan_forest_kernel_, row_ranges_kernel_, dequantize_kernel_;
   OutputKernels kernels_, float8_kernels_;
   cpu::Kernels cpu_kernels_{};  // of the variant
   VariantParams variant_params_{};
@@ -187,6 +193,7 @@ class Attention {
   float* partial_o_ = nullptr;
   float* partial_lse_ = nullptr;
   RowRange* row_ranges_ = nullptr;
+  DequantizedKv dequantized_{};
   int32_t planned_page_size_ = 0;   // 0: there is no plan
   std::atomic<uintptr_t> user_{0};  // the thread that uses the object; 0: none
 };

@@ -49,9 +49,9 @@ void attention_destroy(int64_t handle) { delete &Attention::of(handle); }
 Bytes workspace_size(int64_t handle) { return pack(Attention::of(handle).workspace_size()); }
 
 void set_workspace(int64_t handle, TensorView schedule, TensorView partial_o, TensorView partial_lse,
-                   TensorView row_ranges) {
+                   TensorView row_ranges, TensorView dequantized) {
   Attention::of(handle).set_workspace(schedule.data_ptr(), partial_o.data_ptr(), partial_lse.data_ptr(),
-                                      row_ranges.data_ptr());
+                                      row_ranges.data_ptr(), dequantized.data_ptr());
 }
 
 /// ScheduleConfig, and ScheduleLayout: with them a reader can locate everything in the workspace.

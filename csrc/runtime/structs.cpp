@@ -21,12 +21,12 @@ ATTN_STRUCT(RowPositions, 4, positions, requests, num_rows);
 
 ATTN_STRUCT(Level, 0, indices, rows, positions, row_ranges, num_entries, entry_step, visibility, group_begin);
 
-ATTN_STRUCT(ScheduleHeader, 4, num_groups, num_tiles, errors, num_levels, num_merge_rows, num_links, flags, whole_pairs,
+ATTN_STRUCT(ScheduleHeader, 0, num_groups, num_tiles, errors, num_levels, num_merge_rows, num_links, flags, whole_pairs,
             num_requests, queue_head, aligned_tile, aligned_cta, aligned_parts, second_queue_head, section_tokens,
-            share, kv_tile_cost, pair_cost, levels);
+            dequantized_tokens, share, kv_tile_cost, pair_cost, levels);
 
 ATTN_STRUCT(RowGroup, 0, table_begin, qo_begin, qo_len, kv_len, tile_begin, level, kind, state_begin, kv_offset,
-            q_position, request);
+            q_position, request, dequantized_row, dequantized_token);
 
 ATTN_STRUCT(RowTile, 0, cost_begin, group, kind, packed_begin, kv_begin, kv_end, num_kv_tiles);
 
@@ -38,7 +38,7 @@ ATTN_STRUCT(PrefixNode, 0, leader, parent, begin_page, end_page, num_requests, n
 
 ATTN_STRUCT(ScheduleConfig, 0, num_kv_heads, group_size, kv_tile, max_kind, num_ctas, max_groups, max_rows, max_tiles,
             max_states, max_merge_rows, max_links, max_nodes, cascade, batch_invariant, min_queue_pairs, section_tokens,
-            min_share, kv_tile_cost, pair_cost, state_cost, cascade_cost);
+            dequantized_tokens, min_dequantized_rows, min_share, kv_tile_cost, pair_cost, state_cost, cascade_cost);
 
 ATTN_STRUCT(ScheduleLayout, 0, groups, tiles, positions, links, rows, row_requests, nodes, attachments, bytes);
 
@@ -52,14 +52,14 @@ ATTN_STRUCT(PlanLevel, 4, qo_indptr, table, rows, max_rows, num_groups, visibili
             kv_tile_lists, num_kv_tile_lists, kv_length);
 
 // Arguments and results of the functions that Python calls.
-ATTN_STRUCT(AttentionConfig, 3, num_qo_heads, num_kv_heads, head_dim, head_dim_v, dtype, q_dtype, kv_dtype, max_rows,
-            max_groups, max_levels, num_ctas, cascade, design, device, batch_invariant, on_cuda, has_variant,
-            uses_softmax, has_mask, skips_kv_tiles, has_sinks, float8_out, multiplies_float8);
+ATTN_STRUCT(AttentionConfig, 7, dequantized_bytes, num_qo_heads, num_kv_heads, head_dim, head_dim_v, dtype, q_dtype,
+            kv_dtype, max_rows, max_groups, max_levels, num_ctas, cascade, design, device, batch_invariant, on_cuda,
+            has_variant, uses_softmax, has_mask, skips_kv_tiles, has_sinks, float8_out, multiplies_float8);
 
 ATTN_STRUCT(LevelOptions, 0, index, num_levels, page_size, window_left, kv_offsets, positions, entry_step, causal,
             finds_row_ranges, pages_change, has_slots);
 
-ATTN_STRUCT(WorkspaceSize, 0, schedule, partial_o, partial_lse, row_ranges);
+ATTN_STRUCT(WorkspaceSize, 0, schedule, partial_o, partial_lse, row_ranges, dequantized);
 
 namespace {
 

@@ -1,6 +1,7 @@
 // The attention kernels of one design, and merge, on a CPU, for ctypes: the manifest's sources with emulated/ in the
 // place of CUDA. tests/helpers/device_attention.py writes kernels.h: these sources, and
 //   constexpr auto kKernels: the design's attention kernels, in the order of KernelDesign::kernels.
+//   constexpr auto kDequantize: the kernel before them; nullptr: there is none.
 // DESIGN is the design's namespace. CTAs run one after another.
 #include <device_attention.h>  // by this form, so that a precompiled one is found first
 
@@ -56,6 +57,8 @@ struct PassedAttention {
   int64_t q_rope_strides[2];
   AttentionScales scales;     // of an 8-bit cache
   int64_t multiplies_float8;  // KvForm::multiplies_float8
+  void* dequantized;          // memory of DequantizedKv
+  int64_t dequantizes;        // the kernel before attention runs
   int64_t launched;           // the kernel that was launched, a number among the design's
 };
 
@@ -104,7 +107,23 @@ KernelArguments launched;
 size_t launched_kernel;
 LatentAttentionParams launched_merge;
 
-void run_attention(PassedAttention& passed, uint32_t seed) {
+DequantizeParams launched_dequantize;
+
+void run_dequantize(const AttentionParams& params, HeadDims dims, const DequantizedKv& dequantized, uint32_t seed) {
+  DequantizeParams& p = launched_dequantize = DequantizeParams{};
+  p.schedule = params.schedule;
+  p.page_size = params.page_size;
+  p.num_pages = params.num_pages;
+  p.num_kv_heads = params.num_kv_heads;
+  p.k = DequantizedTensor(params.k, dims.qk, dequantized.k);
+  p.v = DequantizedTensor(params.v, dims.v, dequantized.v);
+  p.row_chunks = FastDivisor((p.k.head_chunks.divisor + p.v.head_chunks.divisor) * params.num_kv_heads);
+  constexpr int32_t kCtas = 3;
+  for (int32_t cta = 0; cta < kCtas; ++cta)
+    emulation::run_cta(cta, kCtas, kDequantizeThreads, seed, [] { kDequantize(launched_dequantize); });
+}
+
+void run_attention(const ScheduleConfig& config, PassedAttention& passed, uint32_t seed) {
   constexpr KernelDesign design = DESIGN::kDesign;
   LatentAttentionParams params = launched_merge;
   if (has_8_bits(static_cast<DataType>(passed.kv_dtype))) {  // the variant's Params after the scales
@@ -119,9 +138,17 @@ void run_attention(PassedAttention& passed, uint32_t seed) {
   const auto o_dtype = params.has_out_scale() ? DataType::kFloat8E4M3 : static_cast<DataType>(passed.dtype);
   const auto q_dtype = static_cast<DataType>(passed.q_dtype), kv_dtype = static_cast<DataType>(passed.kv_dtype);
   const KvForm kv_form(bytes_of(kv_dtype), passed.multiplies_float8 != 0);
-  const LaunchContext context{
-      levels.data(), static_cast<int32_t>(levels.size()), o_dtype, q_dtype, kv_dtype, dims, codes, {}, ptx::encode,
-      kv_form};
+  const int32_t rows = passed.dequantizes ? config.dequantized_tokens : 0;
+  const int64_t k_bytes = int64_t{rows} * params.num_kv_heads * dequantized_columns(dims.qk) * 2;
+  const DequantizedKv dequantized{passed.dequantized, static_cast<char*>(passed.dequantized) + k_bytes,
+                                  static_cast<DataType>(passed.dtype), rows};
+  if (rows > 0) run_dequantize(params, dims, dequantized, seed);
+  const LaunchContext context{levels.data(), static_cast<int32_t>(levels.size()),
+                              o_dtype,       q_dtype,
+                              kv_dtype,      dims,
+                              codes,         {},
+                              ptx::encode,   kv_form,
+                              dequantized};
   passed.launched = design.make_arguments(params, context, launched);
   launched_kernel = static_cast<size_t>(passed.launched);
   const int32_t halves = design.halves_row_tiles(dims, params.group_size.divisor) ? 2 : 1;
@@ -174,7 +201,7 @@ extern "C" const char* device_attention(const ScheduleConfig* config, void* work
   gridDim.y = gridDim.z = 1;
   return emulation::failure_of(seed, [&] {
     launched_merge = passed_attention(*config, workspace, *passed);
-    run_attention(*passed, seed);
+    run_attention(*config, *passed, seed);
     run_merge(rows_of_blocks, seed);
   });
 }

@@ -47,6 +47,22 @@ def test_random_batches(library: ctypes.CDLL, options: dict[str, object], valid:
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_16_bit_copies_of_long_row_groups(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, options: dict[str, object]
+) -> None:
+    monkeypatch.setenv("ATTN_BACKEND_DEQUANTIZED_MIB", "256")
+    num_copied = 0
+    for seed in range(20):
+        shape = SHAPES[seed % len(SHAPES)]
+        attention = make_attention(shape, kv_dtype=torch.float8_e4m3fn, **options)
+        view = batches.random_view(3000 + seed, "cpu")
+        planned = host_planner.plan(library, attention, view)
+        assert schedule_model.same(host_planner.plan(library, attention, view, seed), planned), seed
+        num_copied += int((planned.of_groups("dequantized_row") >= 0).sum())
+    assert num_copied > 0
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_requests_without_rows_have_no_row_tile_of_the_largest_kind(
     library: ctypes.CDLL, options: dict[str, object]
 ) -> None:

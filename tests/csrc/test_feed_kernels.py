@@ -96,6 +96,49 @@ def test_bits_of_prompts_are_those_of_a_16_bit_cache(
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("cache", ["pages", "small pages", "tokens", "ragged"])
+def test_long_row_groups_read_a_16_bit_copy(
+    emulated: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    form: tuple[torch.dtype, int, torch.dtype],
+    cache: str,
+) -> None:
+    """With room for two of them, or three behind a window.
+
+    Bits are the same without the copy, also where the plan has placed it.
+    """
+    dtype, head_dim, kv_dtype = form
+    tokens = (1 << 20) // (2 * 2 * 2 * head_dim)  # for which there is room
+    monkeypatch.setenv("ATTN_BACKEND_DEQUANTIZED_MIB", "1")
+    for seed, window_left in enumerate((-1, 150)):
+        spec = cases.Spec(
+            (400, 1, 385, 390, 20),
+            (400, 90, tokens - 420, 900, 300),
+            num_kv_heads=2,
+            group_size=4,
+            head_dim=head_dim,
+            dtype=dtype,
+            num_ctas=7,
+            window_left=window_left,
+            seed=seed,
+        )
+        problem = Float8Case(spec.with_(**CACHES[cache]), "cpu", kv_dtype, "head", "tensor")
+        case = problem.case
+        made = case.attention(kernel="hopper", cascade=False, **problem.options)
+        outs = []
+        for dequantizes in (True, False):
+            attention = DeviceAttention(emulated, made, "hopper", seed)
+            attention.dequantizes = dequantizes
+            attention.plan(case.view)
+            case.run(attention, out=case.out, lse=case.lse)  # type: ignore[arg-type]
+            problem.check(case.out, case.lse, "hopper")
+            outs.append(case.out.clone())
+        assert torch.equal(*outs)
+        is_copied = (made.schedule().of_groups("dequantized_row") >= 0).tolist()
+        assert is_copied == [True, False, True, head_dim == 64 and window_left >= 0, False]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
 def test_pairs_from_the_work_queue(emulated: Path, form: tuple[torch.dtype, int, torch.dtype]) -> None:
     """Decodes among prompts; with heads of 64, row tiles of 192 rows, whose scales are of requests."""
     dtype, head_dim, kv_dtype = form

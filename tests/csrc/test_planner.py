@@ -77,6 +77,39 @@ def test_planner_agrees_with_model(
         assert not schedule_model.differences(schedule, model), seed
 
 
+@pytest.mark.parametrize("mib", [16, 64])
+def test_long_row_groups_have_a_16_bit_copy(monkeypatch: pytest.MonkeyPatch, mib: int) -> None:
+    """As many as there is room for, in order, and none that is short."""
+    monkeypatch.setenv("ATTN_BACKEND_DEQUANTIZED_MIB", str(mib))
+    are_copied = []
+    for shape in SHAPES[:5]:
+        num_kv_heads, group_size, head_dim, num_ctas = shape
+        attention = Attention(
+            num_kv_heads * group_size,
+            num_kv_heads,
+            head_dim,
+            kv_dtype=torch.float8_e4m3fn,
+            device="cpu",
+            kernel="hopper",
+            num_ctas=132 if num_ctas is None else num_ctas,
+            max_rows=batches.MAX_ROWS,
+            max_batch=batches.MAX_BATCH,
+            cascade=False,
+        )
+        for seed in range(30):
+            view = batches.random_view(seed, "cpu")
+            attention.plan(view)
+            schedule = attention.schedule()
+            model = schedule_model.plan(view, schedule, num_kv_heads, group_size, attention.max_rows)
+            assert not schedule_model.differences(schedule, model), seed
+            are_long = schedule.of_groups("qo_len") * group_size >= schedule.min_dequantized_rows
+            is_copied = schedule.of_groups("dequantized_row") >= 0
+            assert not is_copied[~are_long].any()
+            are_copied += is_copied[are_long].tolist()
+    assert any(are_copied)
+    assert not all(are_copied)
+
+
 @pytest.mark.parametrize(
     ("batch", "tokens", "whole"), [(16, 1024, True), (64, 4096, True), (8, 32768, False), (17, 4096, False)]
 )

@@ -179,9 +179,11 @@ class AttentionObject {
       for (const char* kernel : {"plan", "merge", "attention"}) files.Set(kernel, kCubin);
     handle_ = call(__tvm_ffi_attention_create, {bytes_of(config), files}).cast<int64_t>();
     const auto sizes = unpack<attn::WorkspaceSize>(call(__tvm_ffi_workspace_size, {handle_}));
-    for (const int64_t bytes : {sizes.schedule, sizes.partial_o, sizes.partial_lse, sizes.row_ranges})
+    for (const int64_t bytes :
+         {sizes.schedule, sizes.partial_o, sizes.partial_lse, sizes.row_ranges, sizes.dequantized})
       workspaces_.push_back(std::make_unique<Tensor<float>>(device, std::vector<int64_t>{bytes / 4 + 1}));
-    call(__tvm_ffi_set_workspace, {handle_, *workspaces_[0], *workspaces_[1], *workspaces_[2], *workspaces_[3]});
+    call(__tvm_ffi_set_workspace,
+         {handle_, *workspaces_[0], *workspaces_[1], *workspaces_[2], *workspaces_[3], *workspaces_[4]});
     qo_indptr_.values() = {0, static_cast<int32_t>(kRows)};
     for (size_t i = 0; i < block_table_.values().size(); ++i) block_table_.values()[i] = static_cast<int32_t>(i);
     kv_lens_.values() = {static_cast<int32_t>(kTokens)};

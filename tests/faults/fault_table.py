@@ -282,9 +282,30 @@ FAULTS = (
     Fault(
         "planner: more row tiles than there is room for are no error",
         "csrc/planner/steps.h",
-        "  if (num_tiles > config.max_tiles) Threads::report(c.shared.errors, kQoIndptrInvalid);\n",
+        "  if (totals[0] > config.max_tiles) Threads::report(c.shared.errors, kQoIndptrInvalid);\n",
         "",
         ("tests/csrc/test_device_planner.py", "-k", "room"),
+    ),
+    Fault(
+        "planner: the last long row group ends after the memory of DequantizedKv",
+        "csrc/planner/steps.h",
+        "begin[1] + dequantized <= config.dequantized_tokens",
+        "begin[1] < config.dequantized_tokens",
+        ("tests/csrc/test_planner.py", "-k", "16_bit"),
+    ),
+    Fault(
+        "feed: the tokens before a window are missing in DequantizedKv, and are counted",
+        "csrc/attention/feed/work_item.cuh",
+        "row_group.dequantized_row - row_group.dequantized_token;",
+        "row_group.dequantized_row;",
+        ("tests/csrc/test_feed_kernels.py", "-k", "long_row_groups"),
+    ),
+    Fault(
+        "feed: a plan's place in DequantizedKv is read by a run that dequantized nothing",
+        "csrc/attention/feed/work_item.cuh",
+        "if (!params.has_dequantized || row_group.dequantized_row < 0) return;",
+        "if (row_group.dequantized_row < 0) return;",
+        ("tests/csrc/test_feed_kernels.py", "-k", "long_row_groups"),
     ),
     Fault(
         "planner: a request without rows has a row tile of the largest kind",

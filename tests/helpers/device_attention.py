@@ -100,6 +100,8 @@ class _Passed(ctypes.Structure):
         ("q_rope_strides", ctypes.c_int64 * 2),
         ("scales", AttentionScales),
         ("multiplies_float8", ctypes.c_int64),
+        ("dequantized", ctypes.c_void_p),
+        ("dequantizes", ctypes.c_int64),
         ("launched", ctypes.c_int64),
     )
 
@@ -134,10 +136,17 @@ def library(
         text += "".join(f"#define {name} {cubin}_{name}\n" for name in names)
         text += manifest.attention_source(stem, shape, variant_type)
         text += "".join(f"#undef {name}\n" for name in names)
+    dequantize = "nullptr"
+    if design.reads_dequantized and shape.kv_element in manifest.FLOAT8_ELEMENTS:
+        text += "#undef __shared__\n#define __shared__ static\n#define KernelElement DequantizedElement\n"
+        text += manifest.dequantize_source(element, shape.kv_element)
+        text += "#undef __shared__\n#define __shared__\n#undef KernelElement\n"
+        dequantize = "dequantize_kernel"
     text += manifest.merge_source(manifest.OUT_ELEMENT if float8_out else element, variant_type)
     text += (
         f"constexpr std::array kKernels{{{', '.join(f'&{cubin}_attention_kernel' for cubin in cubins)}}};\n"
     )
+    text += f"constexpr void (*kDequantize)(attn::DequantizeParams) = {dequantize};\n"
     name = manifest.attention_name(next(iter(cubins.values())), shape, name)
     source, options = emulation.TESTS / "device_attention.cpp", ["-Og", f"-DDESIGN=attn::{design.name}"]
     made = emulation.build(
@@ -159,6 +168,8 @@ class DeviceAttention:
 
     Attributes:
         launched: the attention kernel of the last run, one of manifest.Design.cubins.
+        dequantizes: whether runs dequantize the tokens of long row groups before attention, if plans place
+            any.
     """
 
     def __init__(
@@ -184,6 +195,7 @@ class DeviceAttention:
             design, attention.q_dtype, dims, variant if isinstance(variant, Variant) else None
         )
         self.launched = ""
+        self.dequantizes = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._attention, name)
@@ -217,6 +229,7 @@ class DeviceAttention:
         out = attention._new_out(q, out_scale) if out is None else out
         config = config_bytes(attention)
         memory = workspace_of(attention)
+        memory.dequantized.fill_(0xFF)  # NaN
         partial_o, partial_lse = (
             torch.full_like(memory.partial_o, torch.nan),
             torch.full_like(memory.partial_lse, torch.nan),
@@ -266,6 +279,8 @@ class DeviceAttention:
                 of_dtypes[1],
             ),
             self._multiplies_float8,
+            memory.dequantized.data_ptr(),
+            self.dequantizes,
             -1,
         )
         workspace = ctypes.c_void_p(memory.schedule.data_ptr())

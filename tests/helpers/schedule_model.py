@@ -44,7 +44,7 @@ def plan(
     table_begin: list[int] = []
     tiles: list[list[int]] = []
     links = [[[-1, 0]] * max_rows for _ in levels] if len(levels) > 1 else []
-    errors, num_merge_rows = 0, 0
+    errors, num_merge_rows, dequantized = 0, 0, 0
     for number, view in enumerate(levels):
         of_level, begins, wrong = _read_groups(view, max_rows)
         table_begin += begins
@@ -68,6 +68,8 @@ def plan(
             offset = (
                 0 if view.kv_offsets is None else _clamp(int(view.kv_offsets[request]), 0, 2**31 - 1 - kv_len)
             )
+            first, room = _dequantized(view, config, group_size, qo_len, kv_len)
+            has_room = 0 < room <= config.dequantized_tokens - dequantized
             groups.append(
                 [
                     qo_begin,
@@ -80,8 +82,11 @@ def plan(
                     offset,
                     offset + kv_len - qo_len,
                     request,
+                    dequantized if has_room else -1,
+                    first,
                 ]
             )
+            dequantized += room
     has_largest_tiles = any(kind == config.max_kind for _, kind, *_ in tiles)
     if len(tiles) > config.max_tiles:
         errors |= QO_INDPTR
@@ -144,6 +149,19 @@ def _read_groups(view: BSRView, max_rows: int) -> tuple[list[tuple[int, int, int
             errors |= KV_LENGTH * (kv_len != lens[i])
         groups.append((qo_begin, qo_end - qo_begin, kv_len))
     return groups, table_begin, errors
+
+
+def _dequantized(
+    view: BSRView, config: Schedule, group_size: int, qo_len: int, kv_len: int
+) -> tuple[int, int]:
+    """The first token of a row group that is dequantized before attention, and how many rows that takes."""
+    if config.dequantized_tokens == 0 or qo_len * group_size < config.min_dequantized_rows:
+        return 0, 0
+    first = 0
+    if view.window_left >= 0:
+        first = _clamp(max(kv_len - qo_len, 0) - view.window_left, 0, kv_len)
+    first = first // config.kv_tile * config.kv_tile
+    return first, -(-(kv_len - first) // 8) * 8
 
 
 def _row_tiles(

@@ -15,17 +15,25 @@ from attn_backend.kernels.native import library, unpack
 
 class Workspace(NamedTuple):
     """schedule: uint8, the bytes of plan's result. partial_o, partial_lse: float32, states of split row
-    tiles. row_ranges: uint8, ranges of tokens and lists of KV tiles that a variant's rows see.
+    tiles. row_ranges: uint8, ranges of tokens and lists of KV tiles that a variant's rows see. dequantized:
+    uint8, DequantizedKv.
     """
 
     schedule: Tensor
     partial_o: Tensor
     partial_lse: Tensor
     row_ranges: Tensor
+    dequantized: Tensor
 
 
 def workspace_of(attention: Attention) -> Workspace:
-    return Workspace(attention._schedule, attention._partial_o, attention._partial_lse, attention._row_ranges)
+    return Workspace(
+        attention._schedule,
+        attention._partial_o,
+        attention._partial_lse,
+        attention._row_ranges,
+        attention._dequantized,
+    )
 
 
 def config_bytes(attention: Attention) -> bytes:

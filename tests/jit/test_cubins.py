@@ -54,7 +54,10 @@ def test_kernel_set_is_complete() -> None:
         | {f"attention_sm80_{shape}" for shape in [*shapes, *widened]}
         | samplers
     )
-    hopper = {
+    dequantizers = {
+        f"dequantize_{dtype}_{stored}" for dtype in ("bf16", "f16") for stored in ("e4m3", "e5m2")
+    }
+    hopper = dequantizers | {
         f"attention_{design}_{shape}"
         for design in ("sm90", "sm90_gather")
         for shape in [*shapes, *multiplied, *alibi]

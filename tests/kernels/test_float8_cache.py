@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cases
 import numpy
 import oracle
@@ -53,6 +55,98 @@ def test_random_cases(device: torch.device, kernel: str | None, block: int) -> N
     for seed in range(12 * block, 12 * (block + 1)):
         options = {} if kernel is None else {"kernel": kernel}
         run(random_case(seed, device), cascade=("always", True, False)[seed % 3], **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dims", [(64, 64), (72, 72), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_a_16_bit_copy_for_long_prompts_changes_no_bit(
+    monkeypatch: pytest.MonkeyPatch, head_dims: tuple[int, int], kernel: str | None
+) -> None:
+    assert kernel == kernel_of(torch.device("cuda"))
+    caches: list[dict[str, Any]] = [
+        {"page_size": 16, "padding_rows": 70},
+        {"page_size": 3},
+        {"page_size": 1, "logits_soft_cap": 20.0},
+        {"page_size": 64, "layout": "HND", "window_left": 700},
+        {"page_size": 1, "table_form": "ragged", "cache_form": "ragged"},
+    ]
+    for seed, cache in enumerate(caches):
+        spec = cases.Spec(
+            (600, 1, 700, 20, 520),
+            (2500, 900, 700, 300, 3000),
+            num_kv_heads=2,
+            group_size=3,
+            head_dim=head_dims[0],
+            head_dim_v=head_dims[1],
+            dtype=(torch.bfloat16, torch.float16)[seed % 2],
+            seed=seed,
+            **({"cache_form": "pair"} if head_dims[0] != head_dims[1] else {}) | cache,
+        )
+        problem = Float8Case(spec, "cuda", DTYPES[seed % 2], "head", "request")
+        case, outs = problem.case, []
+        for mib in (0, 2, 32):
+            monkeypatch.setenv("ATTN_BACKEND_DEQUANTIZED_MIB", str(mib))
+            attention = case.attention(kernel=kernel, cascade=False, **problem.options)
+            attention.plan(case.view)
+            case.run(attention, out=case.out, lse=case.lse)
+            problem.check(case.out, case.lse)
+            outs.append(case.out[: case.rows].clone())
+            schedule = attention.schedule()
+            assert schedule.errors == 0
+            copied = int((schedule.of_groups("dequantized_row") >= 0).sum())
+            if kernel == "hopper" and mib == 32:
+                assert copied == 3
+            elif mib == 0:
+                assert copied == 0
+        assert torch.equal(outs[0], outs[1])
+        assert torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.gpu
+def test_a_graph_of_prompts_and_decodes(monkeypatch: pytest.MonkeyPatch, kernel: str | None) -> None:
+    """A captured run copies what its plan has placed, whichever batch was captured."""
+    assert kernel == kernel_of(torch.device("cuda"))
+    generator = torch.Generator("cuda").manual_seed(0)
+    q = torch.randn(2000, 8, 128, device="cuda", dtype=torch.bfloat16, generator=generator)
+    pages = torch.randn(1000, 2, 16, 2, 128, device="cuda", generator=generator).to(DTYPES[0])
+    kv = KVCache.from_tensor(pages, k_scale=0.5, v_scale=2.0)
+    block_table = torch.randperm(1000, device="cuda", generator=generator).int().view(4, 250)
+    batches = [
+        ((1500, 20, 1, 479), (3000, 600, 900, 2479)),
+        ((1, 1, 1, 1), (4000, 3, 100, 1000)),
+        ((600, 700, 699, 1), (4000, 700, 1699, 2000)),
+        ((1999, 1, 0, 0), (3999, 900, 0, 0)),
+    ]
+    qo_indptr = torch.zeros(5, dtype=torch.int32, device="cuda")
+    kv_lens = torch.zeros(4, dtype=torch.int32, device="cuda")
+    view = BSRView(qo_indptr, PageTable.block_table(block_table, kv_lens, 16))
+
+    def fill(batch: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+        qo_indptr[1:] = torch.tensor(batch[0]).cumsum(0)
+        kv_lens.copy_(torch.tensor(batch[1]))
+
+    def made(mib: int) -> Attention:
+        monkeypatch.setenv("ATTN_BACKEND_DEQUANTIZED_MIB", str(mib))
+        room = {"max_rows": 2000, "max_batch": 4, "device": "cuda", "kernel": kernel}
+        return Attention(8, 2, 128, kv_dtype=DTYPES[0], cascade=False, **room)
+
+    plain, captured = made(0), made(8)
+    for first in batches:
+        fill(first)
+        out, expected = torch.zeros_like(q), torch.zeros_like(q)
+        captured.plan(view)
+        captured.run(q, kv, out=out)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured.run(q, kv, out=out)
+        for batch in batches:
+            fill(batch)
+            plain.plan(view)
+            plain.run(q, kv, out=expected.zero_())
+            out.zero_()
+            captured.plan(view)
+            graph.replay()
+            assert torch.equal(out, expected), (first, batch)
 
 
 @pytest.mark.parametrize(

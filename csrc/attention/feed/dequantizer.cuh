@@ -6,6 +6,8 @@
 // its barriers, kv_stored. A row of a stored block becomes the same row of two blocks. The second of them lies where
 // the stored block did: a lane reads a chunk before it writes over it. No other lane has a part in the row.
 //
+// Tiles of long row groups have been dequantized before (dequantized_kv.h), and are only loaded.
+//
 // Row tiles of 16 rows take their tiles as they are stored, and dequantize them in registers, unless a variant
 // transforms them. Their tiles take one stage.
 #pragma once
@@ -39,7 +41,7 @@ class InPlaceDequantizer {
   /// is stored. All are dequantized in the end: warps then wait for one another, and for room for Q.
   template <class LookUp>
   __device__ __forceinline__ void fill(Copier& copier, const LoadedRowTile& tile, int32_t head, int count, int limited,
-                                       ptx::CachePolicy policy, const LookUp& look_up, Place& place) {
+                                       const LookUp& look_up, Place& place) {
     const int first = loaded_;
 #pragma unroll 1
     for (int done = first; done < first + count; ++done) {
@@ -55,7 +57,8 @@ class InPlaceDequantizer {
         const auto found = copier.found(tile);
         const int next = loaded_ + 1 - first;
         if (Copier::kGathers && next < count) look_up(next);
-        copier.template copy<0, Share::kMaxBlocks>(shared_, found, head, to.index, policy, barrier(loaded_));
+        copier.template copy<0, Share::kMaxBlocks>(shared_, found, head, to.index, ptx::kKeepNormally,
+                                                   barrier(loaded_));
         ++loaded_;
         if (!Copier::kGathers && next < count) look_up(next);
         place = place.ahead(2 * kTileParts);
@@ -66,7 +69,39 @@ class InPlaceDequantizer {
     }
   }
 
+  /// The same for tiles of DequantizedKv. One of the two warps that share a tile loads all of it. `row_of`: the row
+  /// there at which tile number i begins.
+  template <class RowOf>
+  __device__ __forceinline__ void load(const typename Traits::Params& params, int32_t head, int count, int limited,
+                                       const RowOf& row_of, Place& place) const {
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      const Place to = dequantized_place(place);
+      wait_for_room(to, i < limited);
+      if (share_.first_token == 0) {
+        for (int part = 1; part < kTileParts; ++part) shared_.wait_kv_free(to.ahead(part));
+        if (ptx::lane_id() == 0) {
+          const uint32_t full = shared_.kv_full(to.index);
+          ptx::mbarrier_expect(full, Traits::kTuning.kv_tile * share_.wide_blocks() * kBlockRowBytes);
+          ptx::copy_box(ptx::shared_address(shared_.kv(to.index)),
+                        share_.is_v ? params.dequantized_v : params.dequantized_k, full, 0, row_of(i),
+                        head * share_.wide_blocks(), 0, ptx::kKeepNormally);
+        }
+      }
+      arrive_full(to.index);
+      place = place.ahead(2 * kTileParts);
+    }
+  }
+
  private:
+  /// Called when the warp has filled its share of a tile, or has told the barrier how many bytes will arrive.
+  __device__ __forceinline__ void arrive_full(int part) const {
+    constexpr int kArrivals = Copier::kGathers ? 32 : 1;  // as many as without dequantization
+    // Consumers wait only for the first stage's parts.
+    if constexpr (kTileParts > kParts) Shared::arrive_as_warp(shared_.kv_full(part + kParts), kArrivals);
+    Shared::arrive_as_warp(shared_.kv_full(part), kArrivals);
+  }
+
   /// V lies behind all stages of K.
   __device__ __forceinline__ Place dequantized_place(const Place& stored) const {
     return share_.is_v ? stored.ahead(kTileParts - kParts) : stored;
@@ -100,11 +135,8 @@ class InPlaceDequantizer {
     } else {
       dequantize_rows<KTile<Traits>, WgmmaKTile<Traits>>(tile);
     }
-    ptx::fence_async_proxy();                             // before wgmma reads it, and TMA writes it again
-    constexpr int kArrivals = Copier::kGathers ? 32 : 1;  // as many as without dequantization
-    // Consumers wait only for the first stage's parts.
-    if constexpr (kTileParts > kParts) Shared::arrive_as_warp(shared_.kv_full(part + kParts), kArrivals);
-    Shared::arrive_as_warp(shared_.kv_full(part), kArrivals);
+    ptx::fence_async_proxy();  // before wgmma reads it, and TMA writes it again
+    arrive_full(part);
   }
 
   /// A lane takes whole rows: no other lane reads what it writes over. Eight lanes access a chunk of eight rows, in

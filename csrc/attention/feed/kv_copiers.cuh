@@ -93,7 +93,7 @@ struct BoxCopier {
   __device__ __forceinline__ Box found(const LoadedRowTile& tile) const {
     Box box{0, 0, wanted};
     if (!wanted) return box;
-    if (tile.indices == nullptr) {
+    if (tile.pages.indices == nullptr) {
       box.row = entry;  // TMA fills rows beyond the end of the tensor with zeros
       const AttentionParams& attention = params.attention;
       if (entry > attention.num_pages - min_of(params.box_tokens, tile.readable.end - token))

@@ -23,6 +23,7 @@ struct TmaParams {
   int32_t has_row_maps;  // 0: maps `o` and `q` describe nothing; the largest row tiles are gathered, and all are stored
                          // row by row
   int32_t has_one_row_map;  // 0: map `q_row` describes nothing; smaller row tiles are gathered
+  int32_t has_dequantized;  // DequantizedKv has the tokens of the row groups that the plan has placed there
   int32_t v_is_k;           // V's columns are the first of K's, in the same memory; read by kernels of wide heads
   AttentionParams attention;
   TensorMap k;
@@ -33,6 +34,9 @@ struct TmaParams {
   TensorMap q;
   /// A box has one row.
   TensorMap q_row;
+  /// Of DequantizedKv, if there is one. Dimensions: column, row, block of 64 columns. A box is a KV tile of one head.
+  TensorMap dequantized_k;
+  TensorMap dequantized_v;
 };
 
 /// The arguments of kernels of MLA's latents, whose Q may be two tensors. Maps `q` and `q_row` describe the columns

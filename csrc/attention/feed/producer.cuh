@@ -88,7 +88,12 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
       Copier::kGathers || (Traits::kDequantizesInFeed && !leaves_registers(Traits::Shape::kDims.widest()));
   WorkQueue<Traits> queue(params, shared);
   if (flags & kUsesQueue) queue.begin(cursor);
-  LoadedRowTile tile(params, cursor.now.tile);
+  const auto load_tile = [&] {
+    LoadedRowTile tile(params, cursor.now.tile);
+    if constexpr (Traits::kDequantizesInFeed) tile.find_dequantized(tma_params);
+    return tile;
+  };
+  LoadedRowTile tile = load_tile();
   Copier copier(tma_params, share);
   InPlaceDequantizer<Traits, Copier> dequantizer(shared, share);
 
@@ -97,15 +102,15 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
   const bool copies = !(is_one_tile && share.is_v);
   constexpr bool kSkips = Traits::Variant::kSkipsTiles;
   int32_t item_begin = cursor.now.kv_tile;  // the item's first KV tile
-  const auto look_up = [&](int ahead = 0) {
+  const auto first_token = [&](int ahead) {
     const int32_t kv_tile = cursor.now.kv_tile + ahead;
-    copier.look_up(
-        tile, kv_tile_start<kSkips>(
-                  params.schedule, tile.group, tile.kv_begin,
-                  Traits::kTakesLastFirst ? item_begin + cursor.last_kv_tile(tile.num_kv_tiles) - 1 - kv_tile : kv_tile,
-                  Traits::kTuning.kv_tile)
-                  .token);
+    return kv_tile_start<kSkips>(
+               params.schedule, tile.group, tile.kv_begin,
+               Traits::kTakesLastFirst ? item_begin + cursor.last_kv_tile(tile.num_kv_tiles) - 1 - kv_tile : kv_tile,
+               Traits::kTuning.kv_tile)
+        .token;
   };
+  const auto look_up = [&](int ahead = 0) { copier.look_up(tile, first_token(ahead)); };
   look_up();
   ptx::wait_for_previous_grid();  // so far only the schedule and page tables have been read
   int32_t tiles_after_mma = 0;    // KV tiles after an item for mma.sync to which the limit `limited` still applies
@@ -133,7 +138,12 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
       if constexpr (Traits::kDequantizesInFeed) {
         if (Traits::kFeedsAll || !for_mma) {
           const int count = end - cursor.now.kv_tile, limited = for_mma ? count : tiles_after_mma;
-          dequantizer.fill(copier, tile, head, count, limited, policy, look_up, place);
+          if (tile.is_dequantized()) {
+            const auto row_of = [&](int i) { return tile.dequantized_row(first_token(i)); };
+            dequantizer.load(tma_params, head, count, tiles_after_mma, row_of, place);
+          } else {
+            dequantizer.fill(copier, tile, head, count, limited, look_up, place);
+          }
           if (Shared::kParts == 1) tiles_after_mma = for_mma ? Shared::kKvParts / 2 + 1 : tiles_after_mma - count;
           is_filled = true;
         }
@@ -169,7 +179,7 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
     cursor.next_pair(params.num_kv_heads);
     if (flags & kUsesQueue) queue.next(cursor);
     if (cursor.done()) break;
-    if (kReloads || cursor.now.head == 0 || (flags & kUsesQueue)) tile = LoadedRowTile(params, cursor.now.tile);
+    if (kReloads || cursor.now.head == 0 || (flags & kUsesQueue)) tile = load_tile();
     item_begin = cursor.now.kv_tile;
     look_up();
   }

@@ -11,6 +11,35 @@
 
 namespace attn::feed {
 
+/// Where the pages of a row group are.
+struct GroupPages {
+  int32_t entry_step;
+  const int32_t* indices;  // nullptr: ragged
+  int64_t num_entries;
+  int64_t table_begin;
+
+  GroupPages() = default;
+  __device__ __forceinline__ GroupPages(const RowGroup& group, const Level& level)
+      : entry_step(level.entry_step),
+        indices(level.indices),
+        num_entries(level.num_entries),
+        table_begin(group.table_begin) {}
+
+  /// Starts to read the page table, for page number `page` of the row group.
+  __device__ __forceinline__ int32_t entry(int32_t page) const {
+    if (indices == nullptr) return static_cast<int32_t>(min_of<int64_t>(table_begin + page, 0x7fffffff));
+    return __ldg(indices + clamp<int64_t>(table_begin + static_cast<int64_t>(page) * entry_step, 0, num_entries - 1));
+  }
+
+  /// The page of an entry; outside the cache: clamped and reported.
+  __device__ __forceinline__ int32_t page(int32_t entry, int32_t num_pages, ScheduleHeader& header) const {
+    const int32_t wanted = indices == nullptr || entry_step == 1 ? entry : page_of_slot(entry, entry_step);
+    const int32_t page = clamp(wanted, 0, num_pages - 1);
+    if (page != wanted) atomicOr(&header.errors, kPageIndexInvalid);
+    return page;
+  }
+};
+
 /// A row tile, read once.
 struct LoadedRowTile {
   RowTileRows<true> rows;
@@ -21,11 +50,7 @@ struct LoadedRowTile {
   int32_t kind;
   int32_t group;
   Visibility visibility;  // of its level
-  // Where its pages are:
-  int32_t entry_step;
-  const int32_t* indices;  // nullptr: ragged
-  int64_t num_entries;
-  int64_t table_begin;
+  GroupPages pages;
 
   __device__ __forceinline__ LoadedRowTile(const AttentionParams& params, int32_t tile_number) {
     const RowTile& tile = params.schedule.tiles[tile_number];
@@ -34,11 +59,8 @@ struct LoadedRowTile {
     kind = tile.kind;
     group = tile.group;
     const RowGroup& group = params.schedule.groups[tile.group];
-    table_begin = group.table_begin;
     const Level& level = params.schedule.header->levels[group.level];
-    indices = level.indices;
-    num_entries = level.num_entries;
-    entry_step = level.entry_step;
+    pages = GroupPages(group, level);
     visibility = level.visibility;
     rows = RowTileRows<true>(params.schedule, tile, group, params.group_size.divisor);
     const TokenRange all{0, params.num_pages > 0 ? group.kv_len : 0};
@@ -47,19 +69,26 @@ struct LoadedRowTile {
     readable.end = all.end;
   }
 
-  /// Starts to read the page table, for a token of the request.
-  __device__ __forceinline__ int32_t entry(const AttentionParams& params, int32_t token) const {
-    const int32_t page = params.page_size.divide(token);
-    if (indices == nullptr) return static_cast<int32_t>(min_of<int64_t>(table_begin + page, 0x7fffffff));
-    return __ldg(indices + clamp<int64_t>(table_begin + static_cast<int64_t>(page) * entry_step, 0, num_entries - 1));
+  /// Takes the tokens from DequantizedKv, if the plan has placed them. No page is looked up then: to save registers,
+  /// `pages` holds the row of token 0.
+  __device__ __forceinline__ void find_dequantized(const TmaParams& params) {
+    const RowGroup& row_group = params.attention.schedule.groups[group];
+    if (!params.has_dequantized || row_group.dequantized_row < 0) return;
+    pages.entry_step = 0;
+    pages.table_begin = row_group.dequantized_row - row_group.dequantized_token;
+  }
+  __device__ __forceinline__ bool is_dequantized() const { return pages.entry_step == 0; }
+  __device__ __forceinline__ int32_t dequantized_row(int32_t token) const {
+    return static_cast<int32_t>(pages.table_begin) + token;
   }
 
-  /// The page of an entry; outside the cache: clamped and reported.
+  /// Starts to read the page table, for a token of the request.
+  __device__ __forceinline__ int32_t entry(const AttentionParams& params, int32_t token) const {
+    return pages.entry(params.page_size.divide(token));
+  }
+
   __device__ __forceinline__ int32_t page(const AttentionParams& params, int32_t entry) const {
-    const int32_t wanted = indices == nullptr || entry_step == 1 ? entry : page_of_slot(entry, entry_step);
-    const int32_t page = clamp(wanted, 0, params.num_pages - 1);
-    if (page != wanted) atomicOr(&params.schedule.header->errors, kPageIndexInvalid);
-    return page;
+    return pages.page(entry, params.num_pages, *params.schedule.header);
   }
 };
 

@@ -100,6 +100,30 @@ inline bool encode_cache(const AttentionParams& params, const LaunchContext& con
   return context.encode(t, map);
 }
 
+/// Encodes the maps of DequantizedKv, which TMA can always load.
+inline void encode_dequantized(const LaunchContext& context, TmaParams& tma) {
+  const auto encode = [&](const void* data, int32_t head_columns, TensorMap& map) {
+    const int32_t blocks = dequantized_columns(head_columns) / kBlockColumns;
+    Tensor4d t{};
+    t.data = data;
+    t.dtype = context.dequantized.dtype;
+    t.sizes[0] = kBlockColumns;
+    t.sizes[1] = static_cast<uint64_t>(context.dequantized.rows);
+    t.sizes[2] = static_cast<uint64_t>(blocks) * static_cast<uint64_t>(tma.attention.num_kv_heads);
+    t.sizes[3] = 1;
+    t.strides[0] = int64_t{kBlockColumns} * blocks * tma.attention.num_kv_heads;
+    t.strides[1] = kBlockColumns;
+    t.strides[2] = t.strides[0] * context.dequantized.rows;
+    t.box[0] = kBlockColumns;
+    t.box[1] = static_cast<uint32_t>(tma.attention.kv_tile);
+    t.box[2] = static_cast<uint32_t>(blocks);
+    t.box[3] = 1;
+    context.encode(t, map);
+  };
+  encode(context.dequantized.k, context.dims.qk, tma.dequantized_k);
+  encode(context.dequantized.v, context.dims.v, tma.dequantized_v);
+}
+
 /// Encodes the maps of K and V, if TMA can load them.
 inline void encode_caches(const LaunchContext& context, TmaParams& tma) {
   const AttentionParams& params = tma.attention;
@@ -137,6 +161,8 @@ inline int32_t make_arguments(const LatentAttentionParams& params, const LaunchC
   tma.v_is_k = v_is_in_k(params.k, params.v, params.num_pages, params.page_size.divisor, params.num_kv_heads);
   const bool widens_on_load = is_wide(context.dims) && has_8_bits(context.kv_dtype);
   if (!widens_on_load) encode_caches(context, tma);
+  tma.has_dequantized = context.dequantized.rows > 0;
+  if (tma.has_dequantized) encode_dequantized(context, tma);
   const Kernel kernel = tma.box_tokens > 0 || widens_on_load ? kByBoxes : kByRows;
   tma.code = context.codes[kernel];
   tma.merge_code = context.merge_code;
@@ -155,6 +181,7 @@ constexpr KernelDesign make_design() {
   };
   design.forms_clusters = [](KvForm kv) { return kv.element_bytes == 1; };
   design.kv_tile = [](HeadDims dims, KvForm kv) { return tuning(dims, kv).kv_tile; };
+  design.min_dequantized_rows = min_dequantized_rows;
   design.kernels[kByBoxes] = "attention";
   design.kernels[kByRows] = "attention_rows";
   design.threads = [](HeadDims dims, KvForm kv) { return tuning(dims, kv).cta_threads(); };

@@ -42,7 +42,7 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, KvForm kv = 2) {
        .kv_stages = 10,
        .stage_parts = 2,
        .max_parts_in_flight = 12,
-       .producer_registers = 80,
+       .producer_registers = 72,
        .has_third_consumer = true,
        .waits_for_products = true,
        .keeps_maxima = true,
@@ -195,6 +195,12 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, KvForm kv = 2) {
   };
   if (kv.multiplies_float8) return first_for(kMultipliedTunings, dims);
   return kv.element_bytes == 1 ? first_for(kFloat8Tunings, dims) : first_for(kTunings, dims);
+}
+
+/// KernelDesign::min_dequantized_rows (ADR 54).
+inline int32_t min_dequantized_rows(HeadDims dims, KvForm kv) {
+  if (tuning(dims, kv).dequantized_stages == 0) return 0;
+  return dims.widest() <= 64 ? 1536 : dims.widest() <= 128 ? 1024 : 768;
 }
 
 /// Columns of O that products make, at least `columns`; not of wide heads.
