@@ -88,11 +88,6 @@ class Settings(BaseModel):
         description="0: the engine samples; 1: this package does, also instead of SGLang's `pytorch` "
         "(default: in vLLM yes, else on request)",
     )
-    sglang_fp8_queries: Switch = Field(
-        True,
-        description="in SGLang, with an e4m3 cache, round the queries of prompts to e4m3 on GPUs that "
-        "multiply e4m3 directly",
-    )
     vllm_cpu: Switch = Field(False, description="replace vLLM's CPU attention backend")
 
     @classmethod

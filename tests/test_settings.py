@@ -31,12 +31,10 @@ def test_defaults() -> None:
         None,
         False,
     )
-    assert (read.arch, read.cache, read.cpu_isa, read.sglang_fp8_queries) == (None, None, None, True)
+    assert (read.arch, read.cache, read.cpu_isa) == (None, None, None)
 
 
-@pytest.mark.parametrize(
-    "field", ["cascade", "debug", "prefetch_code", "sampler", "sglang_fp8_queries", "vllm_cpu"]
-)
+@pytest.mark.parametrize("field", ["cascade", "debug", "prefetch_code", "sampler", "vllm_cpu"])
 @pytest.mark.parametrize(("value", "expected"), [("0", False), ("", False), ("1", True)])
 def test_switches(field: str, value: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PREFIX + field.upper(), value)
@@ -67,7 +65,7 @@ def test_an_unknown_value_is_refused_by_name(
         ("ATTN_BACKEND_CASCAD", "did you mean ATTN_BACKEND_CASCADE?"),
         ("ATTN_BACKEND_CACHE_DIR", "did you mean ATTN_BACKEND_CACHE?"),
         ("ATTN_BACKEND_PREFETCH", "did you mean ATTN_BACKEND_PREFETCH_CODE?"),
-        ("ATTN_BACKEND_FP8_QUERIES", "did you mean ATTN_BACKEND_SGLANG_FP8_QUERIES?"),
+        ("ATTN_BACKEND_LAYERS", "did you mean ATTN_BACKEND_REQUIRE_LAYERS?"),
         ("attn_backend_jit", "did you mean ATTN_BACKEND_JIT?"),
         ("ATTN_BACKEND_", "`attn-backend doctor` lists the settings"),
         ("ATTN_BACKEND_LOG_FORMAT", "`attn-backend doctor` lists the settings"),

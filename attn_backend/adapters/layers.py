@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from attn_backend.adapters.metrics import record_attention
-from attn_backend.jit.manifest import HeadDims, default_design
-from attn_backend.kernels.attention import Attention, prefill_multiplies_float8
-from attn_backend.kernels.native import arch_on
+from attn_backend.kernels.attention import Attention
 from attn_backend.settings import Settings
 from attn_backend.variants import Variant, builtin
 
@@ -63,7 +61,6 @@ class LayerSpec(NamedTuple):
         logits_soft_cap: 0: there is none.
         head_dim_v: columns of a head of V; None: head_dim.
         kv_dtype: dtype of a cache that differs from the output's; None: they are equal.
-        float8_q: whether Q has kv_dtype, too.
         float8_out: whether some layers' outputs may be float8_e4m3fn, with a scale.
     """
 
@@ -87,7 +84,6 @@ class LayerSpec(NamedTuple):
     logits_soft_cap: float = 0.0
     head_dim_v: int | None = None
     kv_dtype: torch.dtype | None = None
-    float8_q: bool = False
     float8_out: bool = False
 
     @property
@@ -253,7 +249,6 @@ def attention_of(
         spec.head_dim,
         head_dim_v=spec.head_dim_v,
         dtype=dtype,
-        q_dtype=spec.kv_dtype if spec.float8_q else None,
         kv_dtype=spec.kv_dtype,
         device=device,
         max_rows=max_rows,
@@ -272,20 +267,6 @@ def attention_of(
 def use_cascade() -> bool:
     """Whether plans look for shared prefixes in a batch: yes, unless ATTN_BACKEND_CASCADE is 0."""
     return Settings.read().cascade
-
-
-def multiplies_float8(float8: torch.dtype | None, head_dim: int, device: torch.device) -> bool:
-    """Whether kernels multiply 8-bit queries directly.
-
-    Other kernels dequantize them: rounded queries would lose precision without any gain.
-
-    Args:
-        float8: the cache's dtype if it has 8 bits.
-    """
-    if float8 is None or device.type != "cuda":
-        return False
-    heads = HeadDims.of(head_dim)
-    return prefill_multiplies_float8(default_design(arch_on(device), heads), float8, heads, None)
 
 
 def _temperature(length: int) -> Variant:

@@ -456,18 +456,11 @@ FAULTS = (
         ("tests/adapters/sglang",),
     ),
     Fault(
-        "SGLang: decodes have queries of 8 bits, too",
+        "SGLang: deterministic inference has plans that depend on the batch",
         "attn_backend/adapters/sglang/plan.py",
-        "elif batch.is_extend and self.of_extends is not None:",
-        "elif self.of_extends is not None:",
-        ("tests/adapters/sglang/test_sglang_float8_queries.py",),
-    ),
-    Fault(
-        "SGLang: queries of 8 bits under deterministic inference",
-        "attn_backend/adapters/sglang/plan.py",
-        " or compat.deterministic()",
+        "batch_invariant=compat.deterministic(),",
         "",
-        ("tests/adapters/sglang/test_sglang_float8_queries.py",),
+        ("tests/adapters/sglang/test_sglang_backend.py", "-k", "depend_on_the_batch"),
     ),
     Fault(
         "SGLang: padding slots not zeroed",
@@ -717,6 +710,13 @@ FAULTS = (
         "window_right=window if sees_right",
         "window_right=window + 1 if sees_right",
         ("tests/adapters/vllm/test_vllm_layers.py", "-k", "encoders"),
+    ),
+    Fault(
+        "vLLM: layers request queries of 8 bits",
+        "attn_backend/adapters/vllm/attention.py",
+        "supports_quant_query_input: bool = False",
+        "supports_quant_query_input: bool = True",
+        ("tests/adapters/vllm/test_vllm_float8.py", "-k", "queries_keep_16_bits"),
     ),
     Fault(
         "vLLM: a view of an 8-bit cache keeps V's old scale",

@@ -31,13 +31,12 @@ from attn_backend import Attention, KVCache, append_kv
 from attn_backend.adapters.layers import LayerSpec
 from attn_backend.adapters.metrics import export_counts, log_start
 from attn_backend.adapters.served import warn_if_untried
-from attn_backend.kernels.append import append_rounded
 from attn_backend.metadata.kv_cache import SCALED_DTYPES
 
 from . import compat
 from .batch import BatchReader, Step, is_uniform
 from .mla import append_latents, ask_for_parts, has_latents
-from .plan import StepPlanner, WindowSlots, rounds_queries
+from .plan import StepPlanner, WindowSlots
 from .support import (
     attention_layers,
     check_runner,
@@ -96,7 +95,6 @@ class SGLangAttentionBackend(AttentionBackend):
         warn_if_untried(self.device, logger)
 
         self._is_float8 = self.kv_dtype in SCALED_DTYPES
-        self._has_extends = branches == 0  # a draft model's one step is a decode
         # of K and V that append_kv writes without the pool
         self._appended_dtypes = (self.dtype, self.kv_dtype)
         self._has_latents = has_latents(runner)
@@ -293,9 +291,6 @@ class SGLangAttentionBackend(AttentionBackend):
             kv = known.cache.float8_view(layer, k_buffer, v_buffer, self.page_size, writes=k is not None)
         else:
             kv = known.cache.view(k_buffer, v_buffer, self.page_size)
-        if attention.q_dtype != self.dtype:
-            # before append_kv, the only launch that run() may overlap with
-            q_heads = self._rounder.round(q_heads, attention.q_dtype)
         appended = False
         # save_kv_cache is False if the model's rotary kernel has written k and v already
         if save_kv_cache and k is not None:
@@ -389,9 +384,8 @@ class SGLangAttentionBackend(AttentionBackend):
         plan = self._plans.get(spec)
         if plan is None:
             nodes_of_trees = 0 if spec.of_this_step else self._nodes_of_trees
-            float8_extends = self._has_extends and rounds_queries(spec, self.device)
             plan = self._plans[spec] = StepPlanner(
-                spec, self.dtype, self.device, self._max_rows, self._max_batch, nodes_of_trees, float8_extends
+                spec, self.dtype, self.device, self._max_rows, self._max_batch, nodes_of_trees
             )
         slopes = slopes_of(parent)
         slopes = None if slopes is None else slopes.to(self.device, torch.float32)
@@ -401,7 +395,6 @@ class SGLangAttentionBackend(AttentionBackend):
 
     def _allocate_buffers(self) -> None:
         self._reader.allocate(self._max_rows, self._max_batch)
-        self._rounder = QueryRounder(self._max_rows, self.device)
         if self._window is not None:
             self._window.allocate(self._max_rows)
 
@@ -487,30 +480,3 @@ def quantize(x: Tensor, scale: Tensor | float | None, dtype: torch.dtype) -> Ten
     largest = torch.finfo(dtype).max
     scaled = x.float() if scale is None else x.float() / scale
     return scaled.clamp(-largest, largest).to(dtype)
-
-
-class QueryRounder:
-    """Rounds queries as append_kv rounds K, in one launch that reads the projection's output."""
-
-    def __init__(self, max_rows: int, device: torch.device) -> None:
-        """Makes the buffer, before anything is captured."""
-        self._all_slots = torch.arange(max_rows, dtype=torch.int32, device=device)
-        self._slots = self._all_slots[:0]  # of the last call: all layers of a step have the same rows
-
-    def round(self, q: Tensor, dtype: torch.dtype) -> Tensor:
-        """q: [rows, num_qo_heads, head_dim].
-
-        Returns the nearest numbers of dtype, a float8, clamped to its range.
-        """
-        num_rows = q.shape[0]
-        if num_rows != self._slots.shape[0]:
-            fits = num_rows <= self._all_slots.shape[0]
-            self._slots = (
-                self._all_slots[:num_rows]
-                if fits
-                else torch.arange(num_rows, dtype=torch.int32, device=q.device)
-            )
-        rounded = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
-        pages = rounded.unsqueeze(1)  # of one token: a row
-        append_rounded(q, None, KVCache.as_given(pages, pages), self._slots)
-        return rounded

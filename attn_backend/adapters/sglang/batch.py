@@ -37,9 +37,6 @@ class Step:
     has_prefixes: bool = True  # whether a request may have tokens that are not in Q
     tree: Tensor | None = None  # TreeMask.visible, where the new tokens are trees
     slots: Tensor | None = None  # instead of req_to_token: see drafts.branch_slots()
-    # The step has prompts or chunks, maybe mixed with decodes. Or it has a draft model's tokens after a
-    # verification.
-    is_extend: bool = False
 
 
 class BatchReader:
@@ -110,7 +107,6 @@ class BatchReader:
             kv_lens,
             rows,
             has_prefixes=has_prefixes,
-            is_extend=True,
         )
 
     def _read_drafts(self, spec_info: Any, prefix_lens: Tensor, rows: Tensor) -> Step:

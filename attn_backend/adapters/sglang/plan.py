@@ -7,14 +7,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch import Tensor
 
 from attn_backend import Attention, BSRView, PageTable
-from attn_backend.adapters.layers import (
-    LayerSpec,
-    attention_of,
-    layer_visibility,
-    multiplies_float8,
-    variant_args_of,
-)
-from attn_backend.settings import Settings
+from attn_backend.adapters.layers import LayerSpec, attention_of, layer_visibility, variant_args_of
 
 from . import compat
 from .batch import Step
@@ -27,8 +20,6 @@ class StepPlanner:
     Attributes:
         attention: graphs hold it, so it is not replaced after a capture.
         of_trees: for steps that verify trees; None: there are no such steps.
-        of_extends: for steps that extend, whose queries have the cache's 8 bits; None: their queries keep
-            16 bits, too.
         current: the Attention that holds this step's plan; None: there is no plan yet, or the model does not
             run these layers in this step.
         logits_soft_cap: argument of this step's runs.
@@ -44,13 +35,11 @@ class StepPlanner:
         max_rows: int,
         max_batch: int,
         nodes_of_trees: int = 0,
-        float8_extends: bool = False,
     ) -> None:
         """
         Args:
             dtype: of the model.
             nodes_of_trees: tokens of the trees that are verified; 0: there are none.
-            float8_extends: see rounds_queries().
 
         Raises:
             ValueError: these layers cannot be served, or not with trees.
@@ -69,11 +58,6 @@ class StepPlanner:
             if nodes_of_trees
             else None
         )
-        self.of_extends = (
-            StepPlanner(spec._replace(float8_q=True), dtype, device, max_rows, max_batch)
-            if float8_extends
-            else None
-        )
         self.current: Attention | None = None
         self.logits_soft_cap = spec.run_soft_cap
         self.arguments: dict[str, Tensor | int] | None = None
@@ -86,8 +70,6 @@ class StepPlanner:
         self.attention = self.attention.with_room(max_rows=max_rows, max_batch=max_batch)
         if self.of_trees is not None:
             self.of_trees.grow(max_batch * self._nodes_of_trees, max_batch)
-        if self.of_extends is not None:
-            self.of_extends.grow(max_rows, max_batch)
 
     def plan(
         self, batch: Step, req_to_token: Tensor, page_size: int, window_slots: WindowSlots | None
@@ -103,8 +85,6 @@ class StepPlanner:
         if batch.tree is not None:
             assert self.of_trees is not None
             planned = self.of_trees
-        elif batch.is_extend and self.of_extends is not None:
-            planned = self.of_extends
         spec = planned.spec
         table, tokens_before = page_table(spec, batch, req_to_token, page_size, window_slots)
         self.current = planned._attention_for(batch)
@@ -130,22 +110,6 @@ class StepPlanner:
             large = large.with_room(max_rows=2 * batch.num_rows, max_batch=batch_size)
         self._large = large
         return large
-
-
-def rounds_queries(spec: LayerSpec, device: torch.device) -> bool:
-    """Whether prompts over an e4m3 cache get queries of its type in these layers.
-
-    Kernels then multiply queries by K directly, and do not dequantize K and V for each row tile.
-
-    Decodes and verified drafts keep 16 bits: memory bandwidth bounds them.
-
-    All extends of a server get 8 bits or none: SGLang replays the graph of one extend for another, and mixes
-    decodes into prompts. So none does under --enable-deterministic-inference, where a token's bits must not
-    depend on the other prompts of its batch.
-    """
-    if not Settings.read().sglang_fp8_queries or compat.deterministic() or spec.head_dim_v is not None:
-        return False
-    return multiplies_float8(spec.kv_dtype, spec.head_dim, device)
 
 
 def page_table(

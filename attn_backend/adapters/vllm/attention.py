@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from attn_backend.adapters.layers import LayerSpec, multiplies_float8
+from attn_backend.adapters.layers import LayerSpec
 from attn_backend.jit.manifest import SHIPPED_FLOAT8_OUT_HEAD_DIMS, HeadDims
 from attn_backend.kernels.append import append_kv
 from attn_backend.metadata.kv_cache import KVCache
@@ -41,7 +41,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
     head_size_v: int | None = None  # columns of V, if they differ from K's (DiffKvImpl)
     supports_dcp: bool = True
     supports_pcp: bool = False
-    supports_quant_query_input: bool = False  # some layers set True
+    supports_quant_query_input: bool = False  # 16-bit queries are as fast, and more accurate
     can_return_lse_for_decode: bool = True  # DCP requires it
     # with several new tokens, too: no mask covers interleaved tokens
     supports_mtp_with_cp_non_trivial_interleave_size: bool = True
@@ -109,8 +109,6 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         # an encoder reads this step's K and V, which are in no cache
         self.float8 = None if is_encoder else FLOAT8_CACHES.get(kv_cache_dtype)
         device = torch.get_default_device()
-        may_scale = heads.v == head_size and not shares_kv  # Q and the output, to 8 bits
-        self.supports_quant_query_input = may_scale and multiplies_float8(self.float8, head_size, device)
         # a causal step has no tokens to the right
         sees_right = window >= 0 and (not is_decoder or compat.may_see_both_sides())
         self.spec = LayerSpec(
@@ -126,8 +124,10 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             logits_soft_cap=self.logits_soft_cap,
             head_dim_v=None if heads.v == head_size else heads.v,
             kv_dtype=self.float8,
-            float8_q=self.supports_quant_query_input,
-            float8_out=may_scale and compat.fuses_output_scales() and has_float8_outputs(head_size, device),
+            float8_out=heads.v == head_size
+            and not shares_kv
+            and compat.fuses_output_scales()
+            and has_float8_outputs(head_size, device),
         )
         self._float_sinks: torch.Tensor | None = None
         self.alibi_slopes: torch.Tensor | None = None
@@ -189,8 +189,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         """
         Args:
             query: [tokens, num_heads, head_size], output: [tokens, num_heads, columns of V]; rows beyond the
-                batch are padding: they are not written. With supports_quant_query_input, query is
-                float8_e4m3fn, divided by layer._q_scale.
+                batch are padding: they are not written.
             key, value: [tokens, num_kv_heads, columns of K, of V]. Only an encoder, which has no cache, and
                 ranks that share KV read them: for others do_kv_cache_update has just written them into the
                 cache. None if the layer reads another layer's cache.
@@ -255,7 +254,6 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             after_append=appended,
             variant_args=arguments,
             sinks=self._float_sinks,
-            q_scale=layer._q_scale if self.spec.float8_q else None,
             out_scale=output_scale,
         )
         return output

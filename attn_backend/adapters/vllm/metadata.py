@@ -191,7 +191,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
                 arguments = variant_args_of(spec, spans=self.spans)
                 return SharedAttention(spec, make(spec), spec.run_soft_cap, arguments)
             of_all_ranks = spec._replace(num_qo_heads=spec.num_qo_heads * self.context_parallel.size)
-            new_tokens = spec._replace(of_this_step=True, kv_dtype=None, float8_q=False)
+            new_tokens = spec._replace(of_this_step=True, kv_dtype=None)
             context = make(of_all_ranks)
             return SharedAttention(spec, make(new_tokens, cascade=False), spec.run_soft_cap, None, context)
 

@@ -23,14 +23,6 @@ if (
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-@pytest.fixture(autouse=True)
-def queries_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These bounds hold where no query is rounded; test_sglang_float8_queries.py has the bounds for rounded
-    queries.
-    """
-    monkeypatch.setenv("ATTN_BACKEND_SGLANG_FP8_QUERIES", "0")
-
-
 @pytest.fixture
 def needs_a_release_that_serves_on_cpus(request: pytest.FixtureRequest) -> None:
     from attn_backend.adapters.sglang import compat

@@ -36,7 +36,6 @@ from vllm_steps import TOLERANCE, check, fill_cache, run_layer
 
 from attn_backend.adapters import layers
 from attn_backend.adapters.layers import LayerSpec
-from attn_backend.adapters.vllm import attention as vllm_attention
 from attn_backend.adapters.vllm.attention import AttnImpl, CpuAttnImpl, kv_cache_view
 from attn_backend.adapters.vllm.backend import AttnBackend, CpuAttnBackend
 from attn_backend.adapters.vllm.metadata import AttnMetadata, AttnMetadataBuilder, layer_specs
@@ -243,56 +242,16 @@ def test_an_encoder_has_no_cache() -> None:
         assert (output[rows].double() - expected).norm() <= TOLERANCE[torch.float32] * expected.norm()
 
 
-def test_queries_stay_16_bits_where_kernels_widen_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert AttnImpl.supports_quant_query_input is False
-    assert make_impl(kv_cache_dtype="fp8").supports_quant_query_input is False  # on a CPU
-    monkeypatch.delenv("ATTN_BACKEND_ARCH", raising=False)
-    gpus = {
-        torch.device("cuda", 0): (9, 0),
-        torch.device("cuda", 1): (8, 0),
-        torch.device("cuda", 2): (10, 0),
-    }
-    monkeypatch.setattr(torch.cuda, "get_device_capability", gpus.__getitem__)
-    assert [layers.multiplies_float8(torch.float8_e4m3fn, 128, gpu) for gpu in gpus] == [
-        True,
-        False,
-        False,
-    ]
-    with monkeypatch.context() as patch:
-        patch.setenv("ATTN_BACKEND_ARCH", "sm_80")
-        assert layers.multiplies_float8(torch.float8_e4m3fn, 128, torch.device("cuda", 0)) is False, (
-            "the sm_80 build widens them"
+def test_queries_keep_16_bits() -> None:
+    """vLLM's layer quantizes queries if its impl supports that."""
+    config = VllmConfig(cache_config=CacheConfig(block_size=PAGE, cache_dtype="fp8"))
+    backend: Any = CpuAttnBackend
+    with set_current_vllm_config(config):
+        layer = Attention(
+            6, 128, 128**-0.5, 2, cache_config=config.cache_config, prefix="layer", attn_backend=backend
         )
-    for float8, head_size in (
-        (None, 128),
-        (torch.float8_e5m2, 128),
-        (torch.float8_e4m3fn, 256),
-        (torch.float8_e4m3fn, 96),
-    ):
-        assert layers.multiplies_float8(float8, head_size, torch.device("cuda", 0)) is False
-
-
-@pytest.mark.parametrize("per_head", [False, True])
-def test_quantised_queries(per_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As vLLM's `Attention` passes them: e4m3 and a scale, one for all heads or one for each KV head."""
-    monkeypatch.setattr(vllm_attention, "multiplies_float8", lambda *_: True)
-    impl, layer, cache, batch = (
-        make_impl(kv_cache_dtype="fp8"),
-        layer_of(0.05, 0.3),
-        cache_of("fp8"),
-        make_batch(*MIXED),
-    )
-    assert impl.supports_quant_query_input
-    scale = torch.tensor([0.02, 0.5]) if per_head else torch.tensor(0.03)
-    layer.register_buffer("_q_scale", scale)
-    builder = builder_of([impl], torch.bfloat16)
-    k, v = fill(impl, layer, cache, batch, torch.bfloat16)
-    query = (torch.randn(sum(batch.query_lens), 6, 64) * 5).to(torch.float8_e4m3fn)
-    output = torch.full(query.shape, torch.nan, dtype=torch.bfloat16)
-    impl.forward(layer, query, None, None, cache, builder.build(0, batch.metadata), output)
-    factors = scale.double().expand(2).repeat_interleave(3)[:, None]
-    expected, _ = oracle.paged_attention(query.double() * factors, k, v, batch.query_lens, batch.slots)
-    assert (output.double() - expected).norm() <= TOLERANCE[torch.bfloat16] * expected.norm()
+    assert not layer.impl.supports_quant_query_input
+    assert layer.query_quant is None
 
 
 def test_plan_keys_say_which_8_bits() -> None:
