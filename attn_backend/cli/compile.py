@@ -16,6 +16,7 @@ from ..jit.manifest import (
     CUDA_HEAD_DIMS_TEXT,
     FLOAT8_Q_TEXT,
     LATENT_HEAD_DIMS_TEXT,
+    TOKEN_SCALES_TEXT,
     HeadDims,
 )
 from .console import explained
@@ -55,8 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     variant.add_argument(
         "--kv-dtype",
-        choices=manifest.CACHE_ELEMENT_NAMES,
+        choices=manifest.CACHE_ELEMENT_NAMES | manifest.TOKEN_ELEMENT_NAMES,
         help="dtype of the cache (default: Q's). Also without --variant",
+    )
+    variant.add_argument(
+        "--token-scales",
+        action="store_true",
+        help="the cache has a scale for each token and head. Also without --variant",
     )
     variant.add_argument(
         "--float8-q", action="store_true", help="give Q the cache's dtype. Also without --variant"
@@ -125,6 +131,12 @@ def _check_combinations(arguments: argparse.Namespace) -> None:
     """
     if arguments.float8_q and arguments.kv_dtype not in manifest.KV_ELEMENT_NAMES:
         raise ValueError("--float8-q is given, must come with --kv-dtype of 8 bits")
+    has_token_scales = arguments.token_scales and arguments.kv_dtype in manifest.TOKEN_ELEMENT_NAMES
+    if (arguments.token_scales or arguments.kv_dtype == "int8") and not has_token_scales:
+        kv_dtypes = " or ".join(manifest.TOKEN_ELEMENT_NAMES)
+        raise ValueError(f"--token-scales and --kv-dtype must come together, with {kv_dtypes}")
+    if arguments.token_scales and arguments.float8_q:
+        raise ValueError("--float8-q is given, must not come with --token-scales")
     if arguments.variant:
         if arguments.out:
             raise ValueError(
@@ -188,7 +200,12 @@ def _compile_variants(arguments: argparse.Namespace) -> None:
         for dtype in arguments.dtype or ["bfloat16"]:
             for head_dim in arguments.head_dim or [HeadDims.of(128)]:
                 variant.check_head_dim(*head_dim)
-                float8 = (arguments.kv_dtype, arguments.float8_q, arguments.float8_out)
+                float8 = (
+                    arguments.kv_dtype,
+                    arguments.float8_q,
+                    arguments.float8_out,
+                    arguments.token_scales,
+                )
                 for entry in cubins.compile_ahead(
                     variant, archs, arguments.kernel, dtype, head_dim, isa, arguments.sinks, *float8
                 ):
@@ -200,10 +217,12 @@ def _compile_head_dims(arguments: argparse.Namespace) -> None:
     head_dims = arguments.head_dim or (
         manifest.SHIPPED_FLOAT8_HEAD_DIMS if arguments.kv_dtype else manifest.SHIPPED_FLOAT8_OUT_HEAD_DIMS
     )
-    kv_element = manifest.CACHE_ELEMENT_NAMES.get(arguments.kv_dtype)
+    kv_element = manifest.kv_element_of(arguments.kv_dtype, "", arguments.token_scales)
     for head_dim in head_dims:
         if not head_dim.runs_on_cuda:
             raise ValueError(f"--head-dim is {head_dim}, must be {CUDA_HEAD_DIMS_TEXT}")
+        if arguments.token_scales and not head_dim.runs_over(kv_element):
+            raise ValueError(f"--head-dim is {head_dim}, must be {TOKEN_SCALES_TEXT}")
         if kv_element is not None and not head_dim.runs_over(kv_element):
             raise ValueError(f"--kv-dtype is {arguments.kv_dtype}, must be {LATENT_HEAD_DIMS_TEXT}")
         if arguments.float8_q and not head_dim.runs_over(kv_element, float8_q=True):

@@ -28,6 +28,7 @@ from .manifest import (
     FLOAT8_Q_TEXT,
     LATENT_HEAD_DIMS_TEXT,
     SM80,
+    TOKEN_SCALES_TEXT,
     HeadDims,
     VariantSource,
     runnable_archs,
@@ -570,6 +571,7 @@ def compile_ahead(
     kv_dtype: str | None = None,
     float8_q: bool = False,
     float8_out: bool = False,
+    token_scales: bool = False,
 ) -> list[Path]:
     """Compiles all missing kernels of a variant. targets: from target_of(), or "cpu", which uses `isa`.
     design_name: of manifest.DESIGNS; None: each target's default.
@@ -579,7 +581,7 @@ def compile_ahead(
         RuntimeError: a kernel does not compile, or cannot be saved.
     """
     entries = []
-    kv_element = manifest.kv_element_of(kv_dtype, dtype)
+    kv_element = manifest.kv_element_of(kv_dtype, dtype, token_scales)
     if kv_element in manifest.CUDA_ELEMENTS and dtype not in manifest.ELEMENT_NAMES:
         raise ValueError(f"kv_dtype is {kv_dtype}, must be {dtype} or of 8 bits")
     for target in targets:
@@ -602,6 +604,8 @@ def compile_ahead(
             )
             raise ValueError(f"dtype is {dtype} and head_dim {head_dim}, must be {must_be}")
         if not HeadDims.of(head_dim).runs_over(kv_element):
+            if token_scales:
+                raise ValueError(f"head_dim is {head_dim}, must be {TOKEN_SCALES_TEXT}")
             raise ValueError(f"kv_dtype is {kv_dtype}, must be {LATENT_HEAD_DIMS_TEXT}")
         if float8_q and not HeadDims.of(head_dim).runs_over(kv_element, float8_q):
             raise ValueError(f"float8_q is given, must not be: q_dtype must be {FLOAT8_Q_TEXT}")

@@ -112,7 +112,7 @@ class HeadDims(NamedTuple):
             return False
         if kv_element == "latent":
             return self == MLA_HEAD_DIMS
-        return self.runs_on_cuda
+        return self.runs_on_cuda and not (self.is_wide and kv_element in TOKEN_ELEMENTS)
 
     @property
     def is_wide(self) -> bool:
@@ -131,6 +131,7 @@ CUDA_HEAD_DIMS_TEXT = (
     f"a multiple of 8 up to {_MAX_CUDA_HEAD_DIM}, 512, or (head_dim, head_dim_v) = (576, 512)"
 )
 FLOAT8_Q_TEXT = f"None, or dtype, with heads of more than {_MAX_CUDA_HEAD_DIM} columns on CUDA"
+TOKEN_SCALES_TEXT = f"at most {_MAX_CUDA_HEAD_DIM} on CUDA over a cache with a scale for each token and head"
 LATENT_HEAD_DIMS_TEXT = (
     "another one: rows of DeepSeek V3.2's latents are for head_dim = 576, head_dim_v = 512"
 )
@@ -140,9 +141,12 @@ CUDA_ELEMENTS = {"bf16": "BFloat16", "f16": "Float16"}
 STATE_ELEMENTS = {"f32": "Float32State"} | CUDA_ELEMENTS
 ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # keys are torch's names
 # Elements of caches with scales, narrower than Q's (or the same under float8_q). latent: MLA, scales per row.
-FLOAT8_ELEMENTS = {"e4m3": "Float8E4M3", "e5m2": "Float8E5M2"}
-CUDA_KV_ELEMENTS = FLOAT8_ELEMENTS | {"latent": "ScaledLatent"}
+# _tokens: scales per token and head.
+TOKEN_ELEMENTS = {"e4m3_tokens": "Float8E4M3", "int8_tokens": "Int8"}
+DEQUANTIZED_ELEMENTS = {"e4m3": "Float8E4M3", "e5m2": "Float8E5M2"} | TOKEN_ELEMENTS
+CUDA_KV_ELEMENTS = DEQUANTIZED_ELEMENTS | {"latent": "ScaledLatent"}
 KV_ELEMENT_NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "uint8": "latent"}  # by torch's names
+TOKEN_ELEMENT_NAMES = {"float8_e4m3fn": "e4m3_tokens", "int8": "int8_tokens"}  # with a scale for each token
 CACHE_ELEMENT_NAMES = KV_ELEMENT_NAMES | ELEMENT_NAMES
 STANDARD_VARIANTS = {"standard": "StandardVariant", "sinks": "WithSinks<attn::StandardVariant>"}
 FLOAT8_OUT = "float8_out_"  # prefix, in csrc/, of kernels with 8-bit output
@@ -161,6 +165,8 @@ SHIPPED_HEAD_DIMS = {
     "alibi": tuple(HeadDims(dim, dim) for dim in (64, 128)),
 }
 SHIPPED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128, 256))  # bf16 over e4m3 caches
+# bf16 over caches with a scale for each token and head
+SHIPPED_TOKEN_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128))
 # bf16, by elements of caches that are dequantized on load
 _SHIPPED_WIDENED = {"e4m3": WIDE_HEAD_DIMS, "latent": (MLA_HEAD_DIMS,)}
 # for designs that multiply e4m3 Q and K directly
@@ -260,13 +266,14 @@ def attention_name(design: str, shape: KernelShape, variant: str = "standard") -
     return f"attention_{design}_{shape}_{variant}"
 
 
-def kv_element_of(kv_dtype: str | None, dtype: str) -> str | None:
+def kv_element_of(kv_dtype: str | None, dtype: str, token_scales: bool = False) -> str | None:
     """The element of a cache whose type differs from Q and O: one of CUDA_KV_ELEMENTS, or the other 16-bit
-    type. None: the cache has dtype.
+    type. None: the cache has dtype. token_scales: the cache has a scale for each token and head.
 
     Dtypes are torch's names.
     """
-    return None if kv_dtype in (None, dtype) else CACHE_ELEMENT_NAMES[kv_dtype]
+    names = TOKEN_ELEMENT_NAMES if token_scales else CACHE_ELEMENT_NAMES
+    return None if kv_dtype is None or kv_dtype == dtype else names[kv_dtype]
 
 
 def multiplied_dtype(dtype: str, kv_element: str | None) -> str:
@@ -278,7 +285,8 @@ def multiplied_dtype(dtype: str, kv_element: str | None) -> str:
 
 def kv_dtype_of(kv_element: str | None) -> str:
     """torch's name for an element from kv_element_of()."""
-    return next(dtype for dtype, element in CACHE_ELEMENT_NAMES.items() if element == kv_element)
+    names = (*CACHE_ELEMENT_NAMES.items(), *TOKEN_ELEMENT_NAMES.items())
+    return next(dtype for dtype, element in names if element == kv_element)
 
 
 def merge_name(element: str, variant: str = "") -> str:
@@ -288,9 +296,11 @@ def merge_name(element: str, variant: str = "") -> str:
 
 def append_qkv_name(element: str, kv_element: str | None = None) -> str:
     """element: of heads. kv_element: of a cache of another type, from kv_element_of(); one kernel writes all
-    8-bit caches.
+    8-bit caches, and another one those with a scale for each token and head.
     """
     of_cache = "float8" if kv_element in CUDA_KV_ELEMENTS else kv_element
+    if kv_element in TOKEN_ELEMENTS:
+        of_cache = "tokens"
     return f"append_qkv_{element}_{of_cache}" if of_cache else f"append_qkv_{element}"
 
 
@@ -534,12 +544,13 @@ using KernelVariant = $variant;
 """)
 
 _APPEND_QKV = Template("""\
+#include "cache/params.h"
 #include "common/elements.cuh"
 
 namespace attn {
 using KernelElement = $element;
 using KernelCacheElement = $cache_element;
-constexpr bool kKernelQuantizes = $quantizes;
+constexpr Rounding kKernelRounding = Rounding::$rounding;
 }  // namespace attn
 
 #include "cache/append_qkv.cu"
@@ -551,6 +562,7 @@ _DEQUANTIZE = Template("""\
 namespace attn {
 using KernelElement = $element;
 using KernelStored = $stored;
+constexpr bool kKernelHasTokenScales = $has_scales;
 }  // namespace attn
 
 #include "attention/feed/dequantize.cu"
@@ -580,7 +592,9 @@ def attention_source(design: str, shape: KernelShape, variant_type: str) -> str:
     ]
     variant = f"attn::{variant_type}"
     if has_8_bits:
+        has_token_scales = kv_element in TOKEN_ELEMENTS
         wrapped = "WithScaledLoads" if dims == MLA_HEAD_DIMS else "WithScales"
+        wrapped = "WithTokenScales" if has_token_scales else wrapped
         variant = f"attn::{wrapped}<{variant}{', true' if float8_q else ''}>"
     of_products, of_cache, of_q, of_out = (
         f"attn::{(CUDA_ELEMENTS | CUDA_KV_ELEMENTS)[of or element]}" for of in elements
@@ -605,8 +619,12 @@ def merge_source(element: str, variant_type: str) -> str:
 
 
 def dequantize_source(element: str, stored: str) -> str:
-    """stored: of FLOAT8_ELEMENTS."""
-    return _DEQUANTIZE.substitute(element=CUDA_ELEMENTS[element], stored=FLOAT8_ELEMENTS[stored])
+    """stored: of DEQUANTIZED_ELEMENTS."""
+    return _DEQUANTIZE.substitute(
+        element=CUDA_ELEMENTS[element],
+        stored=DEQUANTIZED_ELEMENTS[stored],
+        has_scales=str(stored in TOKEN_ELEMENTS).lower(),
+    )
 
 
 def attention_kernels(shape: KernelShape, variants: Iterable[str] = STANDARD_VARIANTS) -> list[Kernel]:
@@ -665,6 +683,7 @@ def float8_options(kv_element: str | None, float8_q: bool, float8_out: bool) -> 
         if kv_element is None
         else f" --kv-dtype {kv_dtype_of(kv_element)}{' --float8-q' if float8_q else ''}"
     )
+    of_cache += " --token-scales" if kv_element in TOKEN_ELEMENTS else ""
     return f"{of_cache}{' --float8-out' if float8_out else ''}"
 
 
@@ -712,6 +731,9 @@ def _attention_kernels() -> list[Kernel]:
                     ).values()
     for dims in SHIPPED_FLOAT8_HEAD_DIMS:
         made += attention_kernels(KernelShape("bf16", dims, "e4m3"), ("standard",))
+    for token_element in TOKEN_ELEMENTS:
+        for dims in SHIPPED_TOKEN_HEAD_DIMS:
+            made += attention_kernels(KernelShape("bf16", dims, token_element), ("standard",))
     for widened_element, widened in _SHIPPED_WIDENED.items():
         for dims in widened:
             made += attention_kernels(KernelShape("bf16", dims, widened_element), ("standard",))
@@ -744,13 +766,14 @@ def _sampling_kernels() -> list[Kernel]:
 
 def append_qkv_kernel(element: str, kv_element: str | None = None) -> Kernel:
     """The kernel of append_qkv_name(). With two 16-bit types it is not built ahead of time."""
-    quantizes = kv_element in CUDA_KV_ELEMENTS
+    has_token_scales = kv_element in TOKEN_ELEMENTS
+    has_scales = kv_element in CUDA_KV_ELEMENTS and not has_token_scales
     text = _APPEND_QKV.substitute(
         element=CUDA_ELEMENTS[element],
         cache_element=CUDA_ELEMENTS.get(kv_element or "", CUDA_ELEMENTS[element]),
-        quantizes=str(quantizes).lower(),
+        rounding="kByTokenScales" if has_token_scales else "kByScales" if has_scales else "k16Bits",
     )
-    text += '#include "cache/append_rounded.cu"\n' if quantizes else ""
+    text += '#include "cache/append_rounded.cu"\n' if has_scales else ""
     return Kernel(append_qkv_name(element, kv_element), ARCHS, text)
 
 
@@ -759,15 +782,15 @@ _ALL = (
     Kernel("append", ARCHS, '#include "cache/append.cu"\n'),
     Kernel("append_latent", ARCHS, '#include "cache/append_latent.cu"\n'),
     Kernel("selected_slots", ARCHS, '#include "planner/device/selection.cu"\n'),
-    *(append_qkv_kernel(element, kv_element) for element in CUDA_ELEMENTS for kv_element in (None, "e4m3")),
     *(
-        Kernel(
-            dequantize_name(element, stored),
-            (SM90,),
-            dequantize_source(element, stored),
-        )
+        append_qkv_kernel(element, kv_element)
         for element in CUDA_ELEMENTS
-        for stored in FLOAT8_ELEMENTS
+        for kv_element in (None, "e4m3", "int8_tokens")
+    ),
+    *(
+        Kernel(dequantize_name(element, stored), (SM90,), dequantize_source(element, stored))
+        for element in CUDA_ELEMENTS
+        for stored in DEQUANTIZED_ELEMENTS
     ),
     *_attention_kernels(),
     *(

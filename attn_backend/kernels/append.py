@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 
 from ..jit.manifest import append_qkv_name
 from ..metadata import KVCache
-from ..metadata.kv_cache import SCALED_DTYPES, SCALED_LATENT_DTYPE
+from ..metadata.kv_cache import SCALED_DTYPES, SCALED_LATENT_DTYPE, TOKEN_SCALED_DTYPES
 from ..validation import (
     MAX_INT64,
     check_handle,
@@ -67,13 +67,17 @@ class Rotary:
 
 
 @cache
-def qkv_kernel_file(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
+def qkv_kernel_file(
+    device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, token_scales: bool = False
+) -> str:
     """The kernel that writes heads of dtype to a cache of kv_dtype. Returns "" on a CPU, and for unsupported
     dtypes, which are refused.
     """
-    if dtype not in DTYPE_NAMES or kv_dtype not in (*SCALED_DTYPES, *DTYPE_NAMES):
+    known = TOKEN_SCALED_DTYPES if token_scales else (*SCALED_DTYPES, *DTYPE_NAMES)
+    if dtype not in DTYPE_NAMES or kv_dtype not in known:
         return ""
-    return kernel_file(append_qkv_name(DTYPE_NAMES[dtype], kv_element_of(kv_dtype, dtype)), device)
+    kv_element = kv_element_of(kv_dtype, dtype, token_scales)
+    return kernel_file(append_qkv_name(DTYPE_NAMES[dtype], kv_element), device)
 
 
 @torch_ops.eager
@@ -97,7 +101,8 @@ def append_qkv(
 
     A head x becomes x / sqrt(mean(x^2) + norm_eps) * (weight + norm_offset) and is then rotated. This is
     per-head RMSNorm (arXiv 1910.07467), as in Qwen 3 and Gemma 3. All steps run in float32 and round once, to
-    the dtype of out or of the cache. For a float8 cache, K and V are first divided by the cache's scales.
+    the dtype of out or of the cache. For a float8 cache, K and V are first divided by the cache's scales, or
+    by a scale for each token and head, which is computed and written, too (`append_kv`).
     Float8 caches, and float16 caches under bfloat16 heads, clamp values to their largest finite number.
     Capturable in a CUDA graph; never synchronizes. `Attention.run(after_append=True)` may follow.
 
@@ -105,8 +110,9 @@ def append_qkv(
         q: [tokens, num_qo_heads, head_dim], tokens >= len(slots), head_dim contiguous, a multiple of 8 up to
             256. May be a slice of the projection's output. bfloat16 or float16, on a CPU also float32.
         k, v: [tokens, num_kv_heads, head_dim], same requirements as q.
-        kv: the cache of one layer, on the same device. Its dtype is q's, the other of bfloat16 and float16,
-            or float8 with one scale for all heads or one per head.
+        kv: the cache of one layer, on the same device. Its dtype is q's, or the other of bfloat16 and
+            float16. Or float8 with one scale for all heads or one per head; or int8 or float8_e4m3fn with one
+            for each token and head.
         slots: int32 or int64 [tokens], as in `append_kv`. A token with a negative slot, or one beyond the
             cache, is not cached, but its Q is still written.
         rotary: None: no rotation.
@@ -161,7 +167,7 @@ def append_qkv(
             k_cache=k_cache,
             v_cache=kv.v,
             slots=slots,
-            file=qkv_kernel_file(q.device, q.dtype, k_cache.dtype),
+            file=qkv_kernel_file(q.device, q.dtype, k_cache.dtype, kv.has_token_scales),
             norm_eps=norm_eps,
             norm_offset=norm_offset,
             is_interleaved=is_interleaved,
@@ -295,7 +301,7 @@ def append_rounded(
             k_cache=kv.k,
             v_cache=None if v is None else kv.v,
             slots=slots,
-            file=qkv_kernel_file(k.device, k.dtype, kv.k.dtype),
+            file=qkv_kernel_file(k.device, k.dtype, kv.k.dtype, kv.has_token_scales),
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
             is_interleaved=is_interleaved,
@@ -363,13 +369,14 @@ def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor
 
     Capturable in a CUDA graph; never synchronizes. If the cache has another dtype, values are rounded to
     nearest even, and clamped to the largest finite number of float8 or float16. For a float8 cache they are
-    first divided by its scales.
+    first divided by its scales. If each token and head has a scale, append computes it: the largest magnitude
+    / 448, or / 127 for int8, at least 1e-6.
 
     Args:
         k, v: [tokens, num_kv_heads, head_dim], tokens >= len(slots), head_dim contiguous.
         kv: the cache of one layer, on the same device. Its dtype is k's, or float8 with one scale for all
-            heads or one per head. A bfloat16 k may also be written to a float16 cache and vice versa, if
-            head_dim is a multiple of 8 up to 512.
+            heads or one per head, or int8 or float8_e4m3fn with one for each token and head. A bfloat16 k may
+            also be written to a float16 cache and vice versa, if head_dim is a multiple of 8 up to 512.
         slots: int32 or int64 [tokens]; negative slots and slots beyond the cache are skipped.
 
     Raises:
@@ -387,10 +394,15 @@ def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor
         ):
             explain_failure((("k", k), ("v", v), ("slots", slots)))
         k_cache = kv.k
+        has_token_scales = k_cache.dtype in TOKEN_SCALED_DTYPES and kv.has_token_scales
+        if has_token_scales and k.dtype is k_cache.dtype:
+            refuse("k", k, "bfloat16, float16 or float32: append computes the scale of each token and head")
         if k.dtype is not k_cache.dtype and (
-            k_cache.dtype in SCALED_DTYPES or {k.dtype, k_cache.dtype} == DTYPE_NAMES.keys()
+            has_token_scales
+            or k_cache.dtype in SCALED_DTYPES
+            or {k.dtype, k_cache.dtype} == DTYPE_NAMES.keys()
         ):
-            file = qkv_kernel_file(k_cache.device, k.dtype, k_cache.dtype)
+            file = qkv_kernel_file(k_cache.device, k.dtype, k_cache.dtype, has_token_scales)
             by_name("append_kv_rounded", last="v_scale")(
                 k=k,
                 v=v,
@@ -463,6 +475,8 @@ def append_mla_kv(latent: Tensor, rope: Tensor, kv: KVCache, slots: Tensor) -> N
     try:
         k, v = kv.k, kv.v
         width = v.shape[3]
+        if kv.has_token_scales:
+            refuse("kv.k_scale", kv.k_scale, "one for all: latents have no scale for each token")
         if (
             k.data_ptr() != v.data_ptr()
             or (k.dtype != latent.dtype and k.dtype not in _SOURCE_DTYPES)

@@ -30,10 +30,11 @@ from ..jit.manifest import (
     FLOAT8_Q_TEXT,
     LATENT_HEAD_DIMS_TEXT,
     MLA_HEAD_DIMS,
+    TOKEN_SCALES_TEXT,
     HeadDims,
 )
 from ..metadata import BSRView, Composition
-from ..metadata.kv_cache import SCALED_DTYPES, KVCache, Scale, checked_scale
+from ..metadata.kv_cache import SCALED_DTYPES, TOKEN_SCALED_DTYPES, KVCache, Scale, checked_scale
 from ..metadata.views import MAX_LEVELS, check_page_ids, check_values, describe_batch
 from ..settings import Settings
 from ..validation import (
@@ -49,6 +50,7 @@ from ..validation import (
 from ..variants import Variant
 from . import selection, torch_ops
 from .native import (
+    ALL_DTYPES,
     DTYPE_NAMES,
     DTYPES,
     KV_DTYPE_NAMES,
@@ -141,6 +143,7 @@ class AttentionConfig:
     variant: Variant | None
     sinks: bool
     float8_out: bool
+    token_scales: bool = False
 
     @property
     def dims(self) -> HeadDims:
@@ -176,8 +179,8 @@ class AttentionConfig:
             head_dim=self.head_dim,
             head_dim_v=self.head_dim_v,
             dtype=data_types[DTYPES[self.dtype]],
-            q_dtype=data_types[(DTYPES | KV_DTYPES)[self.q_dtype]],
-            kv_dtype=data_types[(DTYPES | KV_DTYPES)[self.kv_dtype]],
+            q_dtype=data_types[ALL_DTYPES[self.q_dtype]],
+            kv_dtype=data_types[ALL_DTYPES[self.kv_dtype]],
             max_rows=self.max_rows,
             max_groups=self.max_batch,  # a row group is a request
             max_levels=self.max_levels,
@@ -194,6 +197,7 @@ class AttentionConfig:
             has_sinks=self.sinks,
             float8_out=self.float8_out,
             multiplies_float8=prefill_multiplies_float8(design, self.q_dtype, self.dims, variant),
+            token_scales=self.token_scales,
         )
 
     def kernel_files(self, variant: AttentionVariant | None) -> dict[str, str]:
@@ -204,8 +208,8 @@ class AttentionConfig:
             return files
         element = DTYPE_NAMES[self.dtype]
         names = {"plan": "plan"}
-        kv_element = kv_element_of(self.kv_dtype, self.dtype)
-        if design.reads_dequantized and kv_element in manifest.FLOAT8_ELEMENTS:
+        kv_element = kv_element_of(self.kv_dtype, self.dtype, self.token_scales)
+        if design.reads_dequantized and kv_element in manifest.DEQUANTIZED_ELEMENTS:
             names["dequantize"] = manifest.dequantize_name(element, kv_element)
         shape = manifest.KernelShape(element, self.dims, kv_element, self.q_dtype != self.dtype)
         for prefix, out_element in manifest.out_elements(element, self.float8_out).items():
@@ -259,11 +263,18 @@ def check_heads(
     return num_qo_heads, num_kv_heads, dims
 
 
-def check_kv_dtype(kv_dtype: torch.dtype | None, dtype: torch.dtype, dims: HeadDims) -> torch.dtype:
+def check_kv_dtype(
+    kv_dtype: torch.dtype | None, dtype: torch.dtype, dims: HeadDims, token_scales: bool = False
+) -> torch.dtype:
     """The cache's dtype."""
+    if kv_dtype not in TOKEN_SCALED_DTYPES if token_scales else kv_dtype == torch.int8:
+        must = " or ".join(map(str, TOKEN_SCALED_DTYPES)) if token_scales else "another one"
+        refuse("kv_dtype", kv_dtype, f"{must} with token_scales={token_scales}")
     if kv_dtype is None:
         return dtype
     check_types(torch.dtype, "a torch.dtype or None", kv_dtype=kv_dtype)
+    if token_scales:
+        return kv_dtype
     if kv_dtype != dtype and kv_dtype not in KV_DTYPES and not {dtype, kv_dtype} <= DTYPE_NAMES.keys():
         others = [
             *map(str, KV_DTYPES),
@@ -297,6 +308,16 @@ def check_q_dtype(
     if design is not None and not dims.runs_over(KV_DTYPE_NAMES[q_dtype], float8_q=True):
         refuse("q_dtype", q_dtype, FLOAT8_Q_TEXT)
     return q_dtype
+
+
+def check_token_scales(
+    q_dtype: torch.dtype, dtype: torch.dtype, dims: HeadDims, design: manifest.Design | None
+) -> None:
+    """Refuses what kernels do not support over caches with a scale for each token and head."""
+    if q_dtype != dtype:
+        refuse("q_dtype", q_dtype, f"None or dtype = {dtype} with token_scales=True")
+    if design is not None and dims.is_wide:
+        refuse("head_dim", dims.qk, TOKEN_SCALES_TEXT)
 
 
 def check_room(
@@ -558,6 +579,8 @@ class Attention:
             row's sum of exponentials (gpt-oss).
         float8_out: whether runs may be given an out_scale, which makes their output float8_e4m3fn. On CUDA
             such runs need additional kernels, which are also loaded.
+        token_scales: the cache has a scale for each token and head (`KVCache`): kv_dtype is float8_e4m3fn or
+            int8, q_dtype is dtype, and on CUDA heads have up to 256 columns.
 
     Raises:
         ValueError: an unsupported argument; the message gives its name, its value and the requirement.
@@ -598,6 +621,7 @@ class Attention:
         head_dim_v: int | None = None,
         q_dtype: torch.dtype | None = None,
         float8_out: bool = False,
+        token_scales: bool = False,
     ) -> None:
         device = check_device(device)
         if device.type == "cuda" and device.index is None:
@@ -610,10 +634,12 @@ class Attention:
         )
         check_modes(cascade, batch_invariant, max_batch, max_levels, device)
         design = choose_design(kernel, device, dims, variant)
-        kv_dtype = check_kv_dtype(kv_dtype, dtype, dims)
+        check_types(bool, "True or False", sinks=sinks, float8_out=float8_out, token_scales=token_scales)
+        kv_dtype = check_kv_dtype(kv_dtype, dtype, dims, token_scales)
         q_dtype = check_q_dtype(q_dtype, dtype, kv_dtype, dims, design)
+        if token_scales:
+            check_token_scales(q_dtype, dtype, dims, design)
         num_ctas = None if num_ctas is None else check_int("num_ctas", num_ctas, 1, MAX_CTAS)
-        check_types(bool, "True or False", sinks=sinks, float8_out=float8_out)
 
         self.num_qo_heads, self.num_kv_heads = num_qo_heads, num_kv_heads
         self.head_dim, self.head_dim_v = dims.qk, dims.v
@@ -640,6 +666,7 @@ class Attention:
             variant=variant,
             sinks=sinks,
             float8_out=float8_out,
+            token_scales=token_scales,
         )
         self._variant = None
         if variant is not None:
@@ -653,6 +680,7 @@ class Attention:
                 kv_dtype=kv_dtype,
                 float8_q=q_dtype != dtype,
                 float8_out=float8_out,
+                token_scales=token_scales,
                 max_levels=max_levels,
                 num_heads=(num_qo_heads, num_kv_heads),
             )

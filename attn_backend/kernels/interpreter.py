@@ -68,8 +68,9 @@ def interpret(
     functions = variant.reference()
     assert functions is not None
     # (scales of transformed rows, scales of other rows)
-    k_scales = (kv.k_scale, None) if variant.has_key else (None, kv.k_scale)
-    v_scales = (kv.v_scale, None) if variant.has_value else (None, kv.v_scale)
+    scales = (None, None) if kv.has_token_scales else (kv.k_scale, kv.v_scale)
+    k_scales = (scales[0], None) if variant.has_key else (None, scales[0])
+    v_scales = (scales[1], None) if variant.has_value else (None, scales[1])
     q_scales = (q_scale, None) if variant.has_query else (None, q_scale)
     heads, kv_heads = torch.arange(q.shape[1])[:, None, None], torch.arange(kv.num_kv_heads)[None, :]
     for view, (causal, window_left) in zip(levels, visibilities, strict=True):
@@ -87,9 +88,12 @@ def interpret(
                 token, kv_len = part.kv_offset + tokens, torch.tensor(part.kv_len)
                 of_tokens = (torch.tensor(part.request), kv_heads, token[:, None], args)
                 k_scale, v_scale = (
-                    _of_heads(scales[0], of_tokens[0][None], kv.num_kv_heads)[0, :, None]
-                    for scales in (k_scales, v_scales)
+                    _of_heads(of_rows[0], of_tokens[0][None], kv.num_kv_heads)[0, :, None]
+                    for of_rows in (k_scales, v_scales)
                 )
+                if isinstance(kv.k_scale, Tensor) and isinstance(kv.v_scale, Tensor) and kv.has_token_scales:
+                    k_scale = kv.k_scale[page, place].double()[:, :, None]
+                    v_scale = kv.v_scale[page, place].double()[:, :, None]
                 k = functions.key(kv.k[page, place].double() * k_scale, *of_tokens, kv_len=kv_len)
                 v = functions.value(kv.v[page, place].double() * v_scale, *of_tokens, kv_len=kv_len)
                 token = token[None, None, :]

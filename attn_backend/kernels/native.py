@@ -28,11 +28,13 @@ DTYPES = {torch.float32: "kFloat32"} | {
     dtype: f"k{manifest.CUDA_ELEMENTS[element]}" for dtype, element in DTYPE_NAMES.items()
 }
 KV_DTYPES = {dtype: f"k{manifest.CUDA_KV_ELEMENTS[element]}" for dtype, element in KV_DTYPE_NAMES.items()}
+ALL_DTYPES = DTYPES | KV_DTYPES | {torch.int8: "kInt8"}
 
 
-def kv_element_of(kv_dtype: torch.dtype | None, dtype: torch.dtype) -> str | None:
+def kv_element_of(kv_dtype: torch.dtype | None, dtype: torch.dtype, token_scales: bool = False) -> str | None:
     """manifest.kv_element_of()."""
-    return manifest.kv_element_of(None if kv_dtype is None else dtype_name(kv_dtype), dtype_name(dtype))
+    name = None if kv_dtype is None else dtype_name(kv_dtype)
+    return manifest.kv_element_of(name, dtype_name(dtype), token_scales)
 
 
 class MissingKernelError(RuntimeError):

@@ -48,6 +48,13 @@ def know(handle: int, attention: Attention) -> None:
     _attentions[handle] = attention
 
 
+def _written_scales(kv: KVCache) -> tuple[Any, ...]:
+    """What append's operators take: _scales_of(), and the scales of each token and head, which they write."""
+    if kv.has_token_scales:
+        return None, None, None, None, kv.k_scale, kv.v_scale
+    return *_scales_of(kv), None, None
+
+
 def _cache(
     k: Tensor,
     v: Tensor,
@@ -55,7 +62,11 @@ def _cache(
     k_number: _Number | None,
     v_scale: Tensor | None,
     v_number: _Number | None,
+    k_written: Tensor | None = None,
+    v_written: Tensor | None = None,
 ) -> KVCache:
+    if k_written is not None:
+        k_scale, v_scale = k_written, v_written
     return KVCache.unchecked(k, v, _joined(k_scale, k_number), _joined(v_scale, v_number))
 
 
@@ -170,7 +181,7 @@ def run(
     return out
 
 
-@custom_op("attn_backend::append_kv", mutates_args=("k_cache", "v_cache"))
+@custom_op("attn_backend::append_kv", mutates_args=("k_cache", "v_cache", "k_written", "v_written"))
 def _append_kv(
     k: Tensor,
     v: Tensor,
@@ -180,13 +191,17 @@ def _append_kv(
     k_number: _Number | None,
     v_scale: Tensor | None,
     v_number: _Number | None,
+    k_written: Tensor | None,
+    v_written: Tensor | None,
     slots: Tensor,
 ) -> None:
-    _eager["append_kv"](k, v, _cache(k_cache, v_cache, k_scale, k_number, v_scale, v_number), slots)
+    _eager["append_kv"](
+        k, v, _cache(k_cache, v_cache, k_scale, k_number, v_scale, v_number, k_written, v_written), slots
+    )
 
 
 def append_kv(k: Tensor, v: Tensor, kv: KVCache, slots: Tensor) -> None:
-    _append_kv(k, v, kv.k, kv.v, *_scales_of(kv), slots)
+    _append_kv(k, v, kv.k, kv.v, *_written_scales(kv), slots)
 
 
 @custom_op("attn_backend::append_mla_kv", mutates_args=("k_cache", "v_cache"))
@@ -210,7 +225,7 @@ def append_mla_kv(latent: Tensor, rope: Tensor, kv: KVCache, slots: Tensor) -> N
     _append_mla_kv(latent, rope, kv.k, kv.v, *_scales_of(kv), slots)
 
 
-@custom_op("attn_backend::append_qkv", mutates_args=("out", "k_cache", "v_cache"))
+@custom_op("attn_backend::append_qkv", mutates_args=("out", "k_cache", "v_cache", "k_written", "v_written"))
 def _append_qkv(
     q: Tensor,
     k: Tensor,
@@ -222,6 +237,8 @@ def _append_qkv(
     k_number: _Number | None,
     v_scale: Tensor | None,
     v_number: _Number | None,
+    k_written: Tensor | None,
+    v_written: Tensor | None,
     slots: Tensor,
     table: Tensor | None,
     interleaved: bool,
@@ -235,7 +252,7 @@ def _append_qkv(
         q,
         k,
         v,
-        _cache(k_cache, v_cache, k_scale, k_number, v_scale, v_number),
+        _cache(k_cache, v_cache, k_scale, k_number, v_scale, v_number, k_written, v_written),
         slots,
         rotary=None if table is None else _eager["Rotary"](table, interleaved),
         positions=positions,
@@ -260,7 +277,7 @@ def append_qkv(
     """options: the other arguments of append_qkv, by name."""
     out = q if out is None else out
     table, interleaved = (None, False) if rotary is None else (rotary.table, rotary.interleaved)
-    _append_qkv(q, k, v, out, kv.k, kv.v, *_scales_of(kv), slots, table, interleaved, **options)
+    _append_qkv(q, k, v, out, kv.k, kv.v, *_written_scales(kv), slots, table, interleaved, **options)
     return out
 
 

@@ -126,7 +126,8 @@ VariantArgs = Mapping[str, Tensor | float | int]
 class AttentionVariant:
     """A variant in an Attention of one dtype and one head width. design: None on a CPU. sinks: whether runs
     may be given sinks. kv_dtype: of the cache; None: dtype. float8_q: Q also has kv_dtype. float8_out:
-    whether outputs may be 8-bit. max_levels: of a composition. num_heads: query and KV heads, if known.
+    whether outputs may be 8-bit. token_scales: the cache has a scale for each token and head. max_levels: of
+    a composition. num_heads: query and KV heads, if known.
 
     Raises:
         ValueError: sinks are given, but the variant has no softmax; its transforms do not fit head_dim;
@@ -144,6 +145,7 @@ class AttentionVariant:
         kv_dtype: torch.dtype | None = None,
         float8_q: bool = False,
         float8_out: bool = False,
+        token_scales: bool = False,
         max_levels: int = 1,
         num_heads: tuple[int, int] = (0, 0),
     ) -> None:
@@ -161,7 +163,7 @@ class AttentionVariant:
             any(size in (param.shape or ()) for param in variant.params) for size in ("batch", "rows")
         )
         self._shapes_hold = False  # whether the last arguments fit the last plan
-        self._kv_element = kv_element_of(kv_dtype, dtype)
+        self._kv_element = kv_element_of(kv_dtype, dtype, token_scales)
         self._float8_q, self._float8_out = float8_q, float8_out
         self._given = variant
         self.variant = variant = variant if max_levels == 1 else variant.across_levels()

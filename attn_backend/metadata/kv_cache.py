@@ -22,7 +22,9 @@ from ..validation import (
 
 _Views = TypeVar("_Views")
 SCALED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)  # of caches with separate scales
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, *SCALED_DTYPES)
+TOKEN_SCALED_DTYPES = (torch.float8_e4m3fn, torch.int8)  # of caches with a scale for each token and head
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, *SCALED_DTYPES, torch.int8)
+_DTYPES_TEXT = "bfloat16, float16, float32, float8_e4m3fn, float8_e5m2 or int8"
 # Rows of MLA latents that include their scales, as in DeepSeek V3.2: 512 e4m3 numbers, 4 float32 scales, 64
 # bf16 numbers.
 SCALED_LATENT_DTYPE, SCALED_LATENT_BYTES, SCALED_LATENT_DIMS = torch.uint8, 656, (576, 512)
@@ -33,15 +35,18 @@ _LEAST_FLOAT, _MAX_FLOAT = 2.0**-149, torch.finfo(torch.float32).max
 @dataclass(frozen=True, eq=False)
 class KVCache:
     """k: [pages, page_size, num_kv_heads, head_dim], v: [pages, page_size, num_kv_heads, head_dim_v],
-    bfloat16, float16, float32, float8_e4m3fn or float8_e5m2. The last dimension is contiguous, the other
-    strides are free, and V's may differ from K's. V may be a view of K's bytes. Made by the `from_...`
-    methods. (For rows that include their scales, `from_latent` makes k: uint8 [pages, page_size, 1, 656].)
+    bfloat16, float16, float32, float8_e4m3fn, float8_e5m2 or int8. The last dimension is contiguous, the
+    other strides are free, and V's may differ from K's. V may be a view of K's bytes. Made by the
+    `from_...` methods. (For rows that include their scales, `from_latent` makes k: uint8 [pages, page_size,
+    1, 656].)
 
     k_scale, v_scale: factors of a float8 cache's elements; None: 1. A number above 0, or a float32 tensor of
     such numbers on the cache's device: [] or [1], one for all; [num_kv_heads]; [batch, 1] or [batch,
     num_kv_heads], for each request of the batch. With the last two, the levels of a composition must give the
     `requests` of their rows. Tensors are read when a kernel runs: a captured CUDA graph uses their contents
-    at replay.
+    at replay. Or [pages, page_size, num_kv_heads] of any strides, also views of the pages' own bytes, for
+    float8_e4m3fn and int8: one for each token and head, which append computes and writes. Both have this
+    form, or neither; int8 requires it.
 
     Raises:
         ValueError: K or V of another dtype or dimension, K and V that do not match, a head_dim that is not
@@ -134,6 +139,8 @@ class KVCache:
                 )
             check_int("head_dim_v", head_dim_v, SCALED_LATENT_DIMS[1], SCALED_LATENT_DIMS[1])
         check_int("head_dim_v", head_dim_v, 1, max(latent.shape[2], 1))
+        if _is_of_tokens(scale):
+            refuse("scale", scale, "one for all: latents have no scale for each token")
         return cls(k, k[..., :head_dim_v], scale, scale)
 
     @classmethod
@@ -169,9 +176,15 @@ class KVCache:
         Raises:
             ValueError: the page stride is not a whole number of tokens.
         """
-        return KVCache.unchecked(
-            _pages_of_one("k", self.k), _pages_of_one("v", self.v), self.k_scale, self.v_scale
-        )
+        scales = [
+            _pages_of_one(name, scale) if isinstance(scale, Tensor) and scale.ndim == 3 else scale
+            for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale))
+        ]
+        by_slot = KVCache.unchecked(_pages_of_one("k", self.k), _pages_of_one("v", self.v), *scales)
+        for name, scale in zip(("kv.k_scale", "kv.v_scale"), scales, strict=True):
+            if isinstance(scale, Tensor) and scale.ndim == 3 and len(scale) != by_slot.num_pages:
+                refuse(name, scale, "in pages as many tokens apart as the pages of kv.k")
+        return by_slot
 
     @property
     def num_pages(self) -> int:
@@ -212,6 +225,11 @@ class KVCache:
     def device(self) -> torch.device:
         return self.k.device
 
+    @property
+    def has_token_scales(self) -> bool:
+        """Whether each token and head has its own scales."""
+        return _is_of_tokens(self.k_scale)
+
     def __repr__(self) -> str:
         return short_repr(self, **({"page_size": self.page_size} if isinstance(self.k, Tensor) else {}))
 
@@ -234,33 +252,43 @@ class KVCache:
             refuse(
                 "k",
                 self.k,
-                "bfloat16, float16, float32, float8_e4m3fn or float8_e5m2; uint8 is for KVCache.from_latent",
+                f"{_DTYPES_TEXT}; uint8 is for KVCache.from_latent",
             )
         for name in ("k_scale", "v_scale"):
             object.__setattr__(self, name, self._checked_scale(name, getattr(self, name)))
+        if self.has_token_scales != _is_of_tokens(self.v_scale):
+            refuse("v_scale", self.v_scale, "one for each token and head if k_scale is, and only then")
+        if self.dtype == torch.int8 and not self.has_token_scales:
+            refuse("k_scale", self.k_scale, "one for each token and head: the cache is of int8")
 
     def _checked_scale(self, name: str, scale: Scale) -> Scale:
         if scale is None:
             return None
-        if self.dtype not in SCALED_DTYPES:
+        if self.dtype not in (*SCALED_DTYPES, *TOKEN_SCALED_DTYPES):
             refuse(name, scale, f"None: a {dtype_name(self.dtype)} cache has no scales")
         if isinstance(scale, Tensor):
-            heads = self.num_kv_heads
-            is_right = (
-                scale.dtype == torch.float32
-                and scale.ndim <= 2
-                and (scale.numel() == 1 or scale.shape[-1:] == (heads,) or scale.shape[1:] == (1,))
+            heads, of_tokens = self.num_kv_heads, list(self.k.shape[:3])
+            has_token_scales = self.dtype in TOKEN_SCALED_DTYPES
+            is_right = scale.dtype == torch.float32 and (
+                has_token_scales and list(scale.shape) == of_tokens
+                if scale.ndim > 2
+                else scale.numel() == 1 or scale.shape[-1:] == (heads,) or scale.shape[1:] == (1,)
             )
-            if not is_right or scale.numel() == 0:
+            if not is_right or (scale.numel() == 0 and scale.ndim < 3):
                 refuse(
                     name,
                     scale,
                     f"a number, or a float32 tensor [], [num_kv_heads = {heads}], [batch, 1] or [batch, "
-                    f"num_kv_heads]",
+                    f"num_kv_heads]"
+                    + (f" or [pages, page_size, num_kv_heads] = {of_tokens}" if has_token_scales else ""),
                 )
             check_same_device(name, check_plain(name, scale), "k", self.device)
             return scale
         return checked_scale(name, scale)
+
+
+def _is_of_tokens(scale: Scale) -> bool:
+    return isinstance(scale, Tensor) and scale.ndim == 3
 
 
 def checked_scale(name: str, scale: Scale) -> Scale:
@@ -289,7 +317,7 @@ def _checked(name: str, view: Tensor) -> Tensor:
     """`view` with plain strides."""
     _check_dimensions(name, view, 4, "[pages, page_size, num_kv_heads, head_dim]")
     if view.dtype not in (*DTYPES, SCALED_LATENT_DTYPE):
-        refuse(name, view, "bfloat16, float16, float32, float8_e4m3fn or float8_e5m2")
+        refuse(name, view, _DTYPES_TEXT)
     if view.shape[1] < 1:
         refuse(name, view, "of page_size >= 1: [pages, page_size, num_kv_heads, head_dim]")
     if view.stride(3) != 1 and view.shape[3] > 1:
@@ -345,11 +373,11 @@ def _page_stride(name: str, part: Tensor) -> int:
 
 
 def _pages_of_one(name: str, part: Tensor) -> Tensor:
-    pages, page_size, heads, columns = part.shape
-    page_stride, token_stride, head_stride, column_stride = part.stride()
+    pages, page_size, *sizes = part.shape
+    page_stride, token_stride, *strides = part.stride()
     slots = (pages - 1) * _page_stride(name, part) + page_size if pages > 0 else 0
     step = token_stride if page_size > 1 else page_stride
-    return part.as_strided((slots, 1, heads, columns), (step, step, head_stride, column_stride))
+    return part.as_strided((slots, 1, *sizes), (step, step, *strides))
 
 
 def _view(name: str, tensor: Tensor, make: Callable[[], _Views]) -> _Views:

@@ -21,9 +21,10 @@ struct HeadDims {
 struct KvForm {
   int32_t element_bytes;
   bool multiplies_float8;  // prefill multiplies 8-bit elements as they are (sm90/float8_prefill.cuh)
+  bool has_token_scales;   // TokenScales
 
-  ATTN_HD constexpr KvForm(int32_t element_bytes_, bool multiplies_float8_ = false)
-      : element_bytes(element_bytes_), multiplies_float8(multiplies_float8_) {}
+  ATTN_HD constexpr KvForm(int32_t element_bytes_, bool multiplies_float8_ = false, bool has_token_scales_ = false)
+      : element_bytes(element_bytes_), multiplies_float8(multiplies_float8_), has_token_scales(has_token_scales_) {}
 };
 
 /// Bytes of a row in shared memory: whole runs of 128, within which chunks of 16 bytes are permuted. The columns after

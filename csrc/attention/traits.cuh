@@ -27,14 +27,15 @@ struct Traits {
   static constexpr bool kDequantizes = kIsOf8Bits && !kDequantizesOnLoad;
   static constexpr bool kIsLatent = is_latent(Shape::kDims);  // Q may be two tensors
   static constexpr bool kTransformsCache = VariantHooks<Variant>::kKey || VariantHooks<Variant>::kValue;
-  /// Rows that a variant transforms are dequantized in shared memory first; mma.sync then multiplies them as it does
-  /// 16-bit elements. Others it dequantizes in registers.
-  static constexpr bool kDequantizesInTiles = kDequantizes && kTransformsCache;
+  /// Rows that a variant transforms, or that have scales, are dequantized in shared memory first; mma.sync then
+  /// multiplies them as it does 16-bit elements. Others it dequantizes in registers.
+  static constexpr bool kDequantizesInTiles = kDequantizes && (kTransformsCache || Variant::kHasTokenScales);
   static constexpr bool kDequantizesInRegisters = kDequantizes && !kDequantizesInTiles;
   using KvElement = typename Conditional<kDequantizesOnLoad, Element, StoredElement>::Type;  // of KV tiles
   /// The loader also multiplies by a scale, one for K and V: V lies in K's bytes.
   static constexpr bool kLoadsScaled = Variant::kLoadsScaled;
-  static_assert(kIsOf8Bits == (Variant::kHasScales || kLoadsScaled) && (kDequantizesOnLoad || !kLoadsScaled) &&
+  static_assert(kIsOf8Bits == (Variant::kHasScales || kLoadsScaled || Variant::kHasTokenScales) &&
+                    (kDequantizesOnLoad || !kLoadsScaled) && (kDequantizes || !Variant::kHasTokenScales) &&
                     StoredElement::kBytes == (kIsOf8Bits ? 1 : Element::kBytes),
                 "a cache of another type has 8-bit elements, which have scales");
   static_assert(kLoadsScaled || !is_same<StoredElement, ScaledLatent>, "rows of latents");

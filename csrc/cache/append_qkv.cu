@@ -3,7 +3,7 @@
 // uses the first, keep the memory busy.
 //
 // The source that includes this file defines attn::KernelElement, of the heads, attn::KernelCacheElement, of a 16-bit
-// cache, and attn::kKernelQuantizes, whether the cache has 8 bits.
+// cache, and attn::kKernelRounding.
 
 #include "cache/elements_in_memory.cuh"
 #include "cache/params.h"
@@ -119,21 +119,21 @@ struct Chunk {
   }
 };
 
-/// Sums over the `lanes` lanes, a power of two, that have a head. All lanes of a warp take part.
-template <int32_t kCount>
-__device__ __forceinline__ void add_over_lanes(float (&x)[kCount], int32_t lanes) {
+/// Combines the numbers of the `lanes` lanes, a power of two, that have a head. All lanes of a warp take part.
+template <int32_t kCount, class Combine>
+__device__ __forceinline__ void over_lanes(float (&x)[kCount], int32_t lanes, const Combine& combine) {
 #pragma unroll
   for (int32_t step = 1; step < 32; step *= 2) {
     if (step >= lanes) return;
 #pragma unroll
-    for (int32_t i = 0; i < kCount; ++i) x[i] += __shfl_xor_sync(ptx::kAllLanes, x[i], step);
+    for (int32_t i = 0; i < kCount; ++i) x[i] = combine(x[i], __shfl_xor_sync(ptx::kAllLanes, x[i], step));
   }
 }
 
-/// kKernel: what kernel_for() says. kQuantizes: the cache is of 8 bits. CacheElement: of a cache that is not. The grid
-/// has append_qkv_ctas() CTAs.
-template <class Element, QkvKernel kKernel, bool kQuantizes, class CacheElement = Element>
+/// kKernel: what kernel_for() says. CacheElement: of a cache of 16 bits. The grid has append_qkv_ctas() CTAs.
+template <class Element, QkvKernel kKernel, Rounding kRounding, class CacheElement = Element>
 __device__ __forceinline__ void append_qkv(const QkvParams& p) {
+  constexpr bool kQuantizes = kRounding != Rounding::k16Bits, kScalesTokens = kRounding == Rounding::kByTokenScales;
   constexpr int32_t kSize = half_chunk(kKernel);
   constexpr bool kAligned = kKernel != QkvKernel::kGeneral, kNormalizes = kKernel != QkvKernel::kPlain;
   const int32_t lanes = 1 << p.lane_bits;
@@ -169,7 +169,7 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
   float scales[kGroupHeads];
 #pragma unroll
   for (int32_t i = 0; i < kGroupHeads; ++i)
-    if (is_quantized && i < heads) scales[i] = scale.of(0, group.first_head + i);
+    if (is_quantized && !kScalesTokens && i < heads) scales[i] = scale.of(0, group.first_head + i);
   const int32_t position = p.positions.narrow(position_words);
   Angles<Element, kSize, kAligned> angles;
   if (is_rotated) angles.load(p, position, chunk * kSize);
@@ -178,13 +178,48 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
   if constexpr (kNormalizes) {
 #pragma unroll
     for (int32_t i = 0; i < kGroupHeads; ++i) factors[i] = x[i].sum_of_squares();
-    add_over_lanes(factors, lanes);
+    over_lanes(factors, lanes, [](float a, float b) { return a + b; });
 #pragma unroll
     for (int32_t i = 0; i < kGroupHeads; ++i)
       factors[i] = rsqrtf(__fdividef(factors[i], static_cast<float>(p.head_dim)) + p.norm_eps);
   }
   if (is_rotated) angles.widen(p, position);
   if (is_normed && p.is_interleaved != 0) weight.deinterleave();
+
+  // Two pairs of head i that turn by an angle each, normalized and turned.
+  const auto finish_pairs = [&](int32_t i, int32_t j, float offset, float (&a)[2], float (&b)[2]) {
+#pragma unroll
+    for (int32_t k = 0; k < 2; ++k) {
+      a[k] = x[i][2 * j + k], b[k] = x[i][kSize + 2 * j + k];
+      if (is_normed) {
+        a[k] *= factors[i] * weight[2 * j + k] + offset;
+        b[k] *= factors[i] * weight[kSize + 2 * j + k] + offset;
+      }
+      if (is_rotated) {
+        const float cosine = __uint_as_float(angles.cosines[2 * j + k]);
+        const float sine = __uint_as_float(angles.sines[2 * j + k]);
+        const float first = a[k];
+        a[k] = first * cosine - b[k] * sine;
+        b[k] = b[k] * cosine + first * sine;
+      }
+    }
+  };
+  if constexpr (kScalesTokens) {
+    float largest[kGroupHeads] = {};
+#pragma unroll
+    for (int32_t i = 0; i < kGroupHeads; ++i) {
+      if (p.is_interleaved != 0) x[i].deinterleave();
+#pragma unroll
+      for (int32_t j = 0; j < kSize / 2; ++j) {
+        float a[2], b[2];
+        finish_pairs(i, j, kNormalizes ? factors[i] * p.norm_offset : 0.0f, a, b);
+        largest[i] = fmaxf(fmaxf(fmaxf(largest[i], fabsf(a[0])), fmaxf(fabsf(a[1]), fabsf(b[0]))), fabsf(b[1]));
+      }
+    }
+    over_lanes(largest, lanes, [](float a, float b) { return fmaxf(a, b); });
+#pragma unroll
+    for (int32_t i = 0; i < kGroupHeads; ++i) scales[i] = token_scale(largest[i], p.scales.element);
+  }
 
   const int32_t element_bytes = is_quantized ? 1 : 2;
   KvTensor target = KvTensor{p.q_out.data, 0, p.q_out.token_stride, p.q_out.head_stride};
@@ -194,6 +229,12 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
     const int32_t slot = p.slots.narrow(slot_words);
     if (!p.pages.has(slot)) return;
     token = p.pages.place(slot);
+    if constexpr (kScalesTokens) {
+      const TokenScales& of_tokens = is_v ? p.v_token_scales : p.k_token_scales;
+#pragma unroll
+      for (int32_t i = 0; i < kGroupHeads; ++i)
+        if (chunk == 0 && i < heads) of_tokens.write(token, group.first_head + i, scales[i]);
+    }
   }
   const int64_t element = target.element(token, group.first_head) + place.low;
   char* to = static_cast<char*>(const_cast<void*>(target.data)) + element * element_bytes;
@@ -202,29 +243,14 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
   for (int32_t i = 0; i < kGroupHeads; ++i) {
     if (i >= heads) return;
     x[i].opaque();
-    if (p.is_interleaved != 0) x[i].deinterleave();
+    if (!kScalesTokens && p.is_interleaved != 0) x[i].deinterleave();
     const Divisor divisor(is_quantized ? scales[i] : 1.0f);
     const float offset = kNormalizes ? factors[i] * p.norm_offset : 0.0f;
-    ByteChunk<kSize, kAligned> bytes;
+    ByteChunk<kSize, kAligned, kScalesTokens> bytes;
 #pragma unroll
     for (int32_t j = 0; j < kSize / 2; ++j) {
-      // Two pairs that turn by an angle each.
       float a[2], b[2];
-#pragma unroll
-      for (int32_t k = 0; k < 2; ++k) {
-        a[k] = x[i][2 * j + k], b[k] = x[i][kSize + 2 * j + k];
-        if (is_normed) {
-          a[k] *= factors[i] * weight[2 * j + k] + offset;
-          b[k] *= factors[i] * weight[kSize + 2 * j + k] + offset;
-        }
-        if (is_rotated) {
-          const float cosine = __uint_as_float(angles.cosines[2 * j + k]);
-          const float sine = __uint_as_float(angles.sines[2 * j + k]);
-          const float first = a[k];
-          a[k] = first * cosine - b[k] * sine;
-          b[k] = b[k] * cosine + first * sine;
-        }
-      }
+      finish_pairs(i, j, offset, a, b);
       if (is_quantized) {
         bytes.set(j, a[0], a[1], divisor, p.scales.element);
         bytes.set(kSize / 2 + j, b[0], b[1], divisor, p.scales.element);
@@ -247,26 +273,26 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
 }
 
 /// As many CTAs share a multiprocessor as fit without spilled registers.
-constexpr int kPlainCtasPerSm = kKernelQuantizes ? 8 : 9;
-constexpr int kNormedCtasPerSm = 7;
+constexpr int kPlainCtasPerSm = kKernelRounding == Rounding::k16Bits ? 9 : 8;
+constexpr int kNormedCtasPerSm = kKernelRounding == Rounding::kByTokenScales ? 6 : 7;
 constexpr int kGeneralCtasPerSm = 8;
 
 }  // namespace attn
 
 extern "C" __global__ void __launch_bounds__(attn::kAppendQkvThreads, attn::kPlainCtasPerSm)
     append_qkv_plain_kernel(const __grid_constant__ attn::QkvParams params) {
-  attn::append_qkv<attn::KernelElement, attn::QkvKernel::kPlain, attn::kKernelQuantizes, attn::KernelCacheElement>(
+  attn::append_qkv<attn::KernelElement, attn::QkvKernel::kPlain, attn::kKernelRounding, attn::KernelCacheElement>(
       params);
 }
 
 extern "C" __global__ void __launch_bounds__(attn::kAppendQkvThreads, attn::kNormedCtasPerSm)
     append_qkv_normed_kernel(const __grid_constant__ attn::QkvParams params) {
-  attn::append_qkv<attn::KernelElement, attn::QkvKernel::kNormed, attn::kKernelQuantizes, attn::KernelCacheElement>(
+  attn::append_qkv<attn::KernelElement, attn::QkvKernel::kNormed, attn::kKernelRounding, attn::KernelCacheElement>(
       params);
 }
 
 extern "C" __global__ void __launch_bounds__(attn::kAppendQkvThreads, attn::kGeneralCtasPerSm)
     append_qkv_general_kernel(const __grid_constant__ attn::QkvParams params) {
-  attn::append_qkv<attn::KernelElement, attn::QkvKernel::kGeneral, attn::kKernelQuantizes, attn::KernelCacheElement>(
+  attn::append_qkv<attn::KernelElement, attn::QkvKernel::kGeneral, attn::kKernelRounding, attn::KernelCacheElement>(
       params);
 }

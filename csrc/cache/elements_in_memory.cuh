@@ -77,8 +77,8 @@ class Divisor {
   float reciprocal_;
 };
 
-/// A chunk for an 8-bit cache.
-template <int32_t kSize, bool kAligned>
+/// A chunk for an 8-bit cache. kOfTokens: the cache has TokenScales.
+template <int32_t kSize, bool kAligned, bool kOfTokens = false>
 struct ByteChunk {
   uint32_t words[kSize / 2] = {};
 
@@ -105,6 +105,7 @@ struct ByteChunk {
 
  private:
   __device__ __forceinline__ static uint32_t rounded(float low, float high, DataType dtype) {
+    if constexpr (kOfTokens) return dtype == DataType::kInt8 ? ptx::pack_int8(low, high) : ptx::pack_e4m3(low, high);
     switch (dtype) {
       case DataType::kFloat8E4M3:
         return ptx::pack_e4m3(low, high);
@@ -114,6 +115,7 @@ struct ByteChunk {
       case DataType::kFloat16:
       case DataType::kBFloat16:
       case DataType::kScaledLatent:
+      case DataType::kInt8:
         break;  // have other kernels
     }
     __builtin_unreachable();  // returning a number would add a test for each pair: 6 % more instructions

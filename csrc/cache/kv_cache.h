@@ -27,6 +27,18 @@ struct KvTensor {
   }
 };
 
+/// Scales of K or V, one for each token and head: float32 numbers where a KvTensor has rows. They are read when the
+/// kernel runs.
+struct TokenScales : KvTensor {
+  ATTN_HD bool exist() const { return data != nullptr; }
+  ATTN_HD const float& of(SlotPlace token, int32_t head) const {
+    return static_cast<const float*>(data)[element(token, head)];
+  }
+  ATTN_HD void write(SlotPlace token, int32_t head, float scale) const {
+    static_cast<float*>(const_cast<void*>(data))[element(token, head)] = scale;
+  }
+};
+
 /// Rows of heads: element (token, head, i) is data[token * token_stride + head * head_stride + i].
 struct HeadRows {
   const void* data;
@@ -93,6 +105,15 @@ struct alignas(16) AttentionScales {
   DataType element;    // of the cache
   DataType q_element;  // of Q
 };
+
+/// The same over a cache with TokenScales.
+struct alignas(16) AttentionTokenScales {
+  TokenScales k;
+  TokenScales v;
+  DataType element;
+  DataType q_element;
+};
+static_assert(sizeof(AttentionTokenScales) == sizeof(AttentionScales), "a variant's Params follow either");
 
 /// A token of MLA's cache in DeepSeek V3.2's layout (DataType::kScaledLatent). A row has the latent (512 e4m3 numbers),
 /// a float32 scale for each 128 of them, and the rotated part (64 bf16 numbers). K is all 576 columns, V the first 512.

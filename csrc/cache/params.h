@@ -53,6 +53,11 @@ ATTN_HD float latent_scale(float largest) {
   return max_of(largest / 448.0f, kLeast);
 }
 
+/// The scale of a token's head whose numbers have at most this magnitude, of a cache with TokenScales: as in vLLM.
+ATTN_HD float token_scale(float largest, DataType element) {
+  return max_of(largest / (element == DataType::kInt8 ? 127.0f : 448.0f), 1e-6f);
+}
+
 /// What gives the angle of pair i at a position.
 enum class RotaryTable : int32_t {
   kNone,         // no rotation
@@ -63,7 +68,7 @@ enum class RotaryTable : int32_t {
 
 /// Appends a projection's Q, K and V. Normalizes the heads of Q and K (RMS) and rotates them (RoPE). Writes Q to q_out,
 /// and K and V to slot slots[token] of the cache, in the cache's type. Values for an 8-bit cache are divided by its
-/// scales first. Negative slots and slots beyond the cache are skipped.
+/// scales first, or by token_scale(), which is stored. Negative slots and slots beyond the cache are skipped.
 struct QkvParams {
   HeadRows q, k, v;
   HeadRows q_out;    // written; may be q
@@ -89,11 +94,16 @@ struct QkvParams {
   KvScales scales;              // of an 8-bit cache, none of them of requests; its type, of any
   FastDivisor groups_of_token;  // set by divide_work(), for the kernels
   int32_t lane_bits;            // log2 of the lanes that have a head
+  TokenScales k_token_scales;   // written; without data, for other caches
+  TokenScales v_token_scales;
 };
 
 /// The kernels. kGeneral takes everything, a few bytes at a time. The others need aligned tensors, and angles from a
-/// table. kRounded is for 8-bit caches, without Q and angles.
+/// table. kRounded is for 8-bit caches without TokenScales, Q and angles.
 enum class QkvKernel : int32_t { kPlain, kNormed, kGeneral, kRounded };
+
+/// How K and V are written: in a 16-bit type, or in 8 bits, divided by the cache's scales or by token_scale().
+enum class Rounding { k16Bits, kByScales, kByTokenScales };
 
 ATTN_HD QkvKernel kernel_for(const QkvParams& p) {
   const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };
@@ -114,7 +124,8 @@ ATTN_HD QkvKernel kernel_for(const QkvParams& p) {
   const bool is_aligned = bits % 16 == 0 && p.head_dim % 16 == 0 && p.rotary_dim % 16 == 0;
   if (!is_aligned || p.rotary == RotaryTable::kFrequencies) return QkvKernel::kGeneral;
   if (p.q_norm != nullptr || p.k_norm != nullptr) return QkvKernel::kNormed;
-  const bool is_only_rounded = p.num_qo_heads == 0 && p.rotary == RotaryTable::kNone && has_8_bits(p.scales.element);
+  const bool is_only_rounded = p.num_qo_heads == 0 && p.rotary == RotaryTable::kNone && has_8_bits(p.scales.element) &&
+                               !p.k_token_scales.exist();
   return is_only_rounded ? QkvKernel::kRounded : QkvKernel::kPlain;
 }
 

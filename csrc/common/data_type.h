@@ -11,13 +11,12 @@ enum class DataType : int32_t {
   kBFloat16 = 2,
   kFloat8E4M3 = 3,  // without infinities; 0x7f and 0xff are NaN
   kFloat8E5M2 = 4,
-  kScaledLatent = 5  // bytes of rows of MLA's latents: cache/kv_cache.h
+  kScaledLatent = 5,  // bytes of rows of MLA's latents: cache/kv_cache.h
+  kInt8 = 6           // of caches with TokenScales
 };
 
 /// Types whose numbers are multiplied by scales: of a cache, and of Q and O used with it.
-ATTN_HD constexpr bool has_8_bits(DataType dtype) {
-  return dtype == DataType::kFloat8E4M3 || dtype == DataType::kFloat8E5M2 || dtype == DataType::kScaledLatent;
-}
+ATTN_HD constexpr bool has_8_bits(DataType dtype) { return dtype >= DataType::kFloat8E4M3; }
 
 ATTN_HD constexpr int32_t bytes_of(DataType dtype) {
   return dtype == DataType::kFloat32 ? 4 : has_8_bits(dtype) ? 1 : 2;

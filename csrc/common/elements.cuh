@@ -67,6 +67,12 @@ struct Float8E5M2 {
   __device__ __forceinline__ static uint32_t to_f16(uint16_t pair) { return ptx::f16_of_e5m2(pair); }
 };
 
+struct Int8 {
+  static constexpr int kBytes = 1;
+  static constexpr bool kRowsHaveScales = false;
+  __device__ __forceinline__ static uint32_t to_f16(uint16_t pair) { return ptx::f16_of_int8(pair); }
+};
+
 /// The e4m3 numbers in rows that hold more than elements (cache/kv_cache.h).
 struct ScaledLatent : Float8E4M3 {
   static constexpr bool kRowsHaveScales = true;
@@ -103,7 +109,23 @@ __device__ __forceinline__ uint4 dequantize_eight(const uint2& narrow) {
   return make_uint4(low[0], low[1], high[0], high[1]);
 }
 
-/// The same as pairs (0, 2) and (1, 3).
+/// The same, times `scale`.
+template <class Element, class KvElement>
+__device__ __forceinline__ uint4 dequantize_eight(const uint2& narrow, float scale) {
+  const uint32_t words[2] = {narrow.x, narrow.y};
+  uint32_t pairs[2][2];
+#pragma unroll
+  for (int w = 0; w < 2; ++w) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t pair = KvElement::to_f16(static_cast<uint16_t>(words[w] >> 16 * half));
+      pairs[w][half] = Element::pack(Float16::unpack(pair) * scale, Float16::unpack(pair >> 16) * scale);
+    }
+  }
+  return make_uint4(pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1]);
+}
+
+/// The elements of a word as pairs (0, 2) and (1, 3).
 template <class Element, class KvElement>
 __device__ __forceinline__ void dequantize_apart(uint32_t word, uint32_t (&pairs)[2]) {
   if constexpr (is_same<Element, Float16>) {

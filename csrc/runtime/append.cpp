@@ -97,19 +97,39 @@ KvScale append_scale(const char* name, const AnyView& scale, DLDevice device, in
   return made;
 }
 
+/// Sets the scales of K or of V, of a cache that append writes: `token_scales` if each token and head has its own.
+void set_scales(const char* name, const AnyView& given, const TensorView& cache, KvScale& scale,
+                TokenScales& token_scales) {
+  const std::optional<TensorView> tensor = given == nullptr ? std::nullopt : given.try_cast<TensorView>();
+  const bool is_int8 = cache.dtype() == dl_dtype(DataType::kInt8);
+  if (is_int8 || (tensor && tensor->ndim() == 3)) {
+    if (!is_int8 && cache.dtype() != dl_dtype(DataType::kFloat8E4M3))
+      refuse("kv.k.dtype", dtype_name(cache.dtype()), "float8_e4m3fn or int8 with a scale for each token and head");
+    token_scales = checked_token_scales(name, given, cache);
+    return check_no_overlap(name, *tensor);
+  }
+  scale = append_scale(name, given, cache.device(), cache.size(2));
+}
+
 /// The element type of a cache that heads of `dtype` are written to: of 8 bits, or of 16 if these are; else `dtype`.
 DataType cache_dtype(const TensorView& cache, DataType dtype) {
   using D = DataType;
-  const auto stored = find_dtype(cache.dtype(), {D::kFloat8E4M3, D::kFloat8E5M2, D::kBFloat16, D::kFloat16});
+  const auto stored = find_dtype(cache.dtype(), {D::kFloat8E4M3, D::kFloat8E5M2, D::kInt8, D::kBFloat16, D::kFloat16});
   return stored && (has_8_bits(*stored) || dtype != D::kFloat32) ? *stored : dtype;
 }
 
 /// Launches the kernel, or runs the CPU's loop.
 void launch_append_qkv(QkvParams& params, DataType dtype, DLDevice device, std::string_view file) {
+  if (params.v.data != nullptr && params.k_token_scales.exist() != params.v_token_scales.exist())
+    refuse("kv.v_scale", "None or of another shape", "one for each token and head if kv.k_scale is, and only then");
   if (device.device_type == kDLCPU) {
     if (params.num_tokens > 0) cpu::append_qkv(params, dtype);
     return;
   }
+  constexpr int32_t kMaxReduced = 256;  // by a warp, also where the kernel moves a few bytes at a time
+  if (params.k_token_scales.exist() && params.head_dim > kMaxReduced)
+    refuse("head_dim", params.head_dim,
+           "at most " + std::to_string(kMaxReduced) + " on CUDA with a scale for each token and head");
   const QkvKernel kernel = kernel_for(params);
   divide_work(params, kernel);
   narrow("tokens * heads", int64_t{params.num_tokens} * params.groups_of_token.divisor);
@@ -238,10 +258,11 @@ void append_qkv(const AppendQkvArguments& given) {
   const DataType kv_dtype = is_cached ? cache_dtype(k_cache, dtype) : dtype;
   params.k_cache =
       cache_of(is_cached ? "kv.k" : "k_out", k_cache, device, kv_dtype, {"pages"}, {"page_size"}, kv_heads, head_dim);
-  params.scales = KvScales{append_scale("kv.k_scale", given.k_scale, device, k.size(1)),
-                           append_scale("kv.v_scale", given.v_scale, device, k.size(1)), kv_dtype};
+  params.scales.element = kv_dtype;
+  set_scales("kv.k_scale", given.k_scale, k_cache, params.scales.k, params.k_token_scales);
   params.pages = pages_of(k_cache);
   if (is_cached) {
+    set_scales("kv.v_scale", given.v_scale, given.v_cache.value(), params.scales.v, params.v_token_scales);
     params.v = rows_of("v", given.v.value(), kv_heads);
     params.v_cache = cache_of("kv.v", given.v_cache.value(), device, kv_dtype, {"pages", k_cache.size(0)},
                               {"page_size", k_cache.size(1)}, kv_heads, head_dim);
@@ -289,8 +310,8 @@ void append_kv_rounded(const AppendKvRoundedArguments& given) {
   params.k = rows_of("k", k, head_dim);
   params.k_cache = cache_of("kv.k", k_cache, device, kv_dtype, pages, page_size, heads, head_dim);
   params.pages = pages_of(k_cache);
-  params.scales = KvScales{append_scale("kv.k_scale", given.k_scale, device, k_cache.size(2)),
-                           append_scale("kv.v_scale", given.v_scale, device, k_cache.size(2)), kv_dtype};
+  params.scales.element = kv_dtype;
+  set_scales("kv.k_scale", given.k_scale, k_cache, params.scales.k, params.k_token_scales);
   params.head_dim = k_columns;
   if (given.v.has_value()) {
     const TensorView &v = given.v.value(), &v_cache = given.v_cache.value();
@@ -299,11 +320,13 @@ void append_kv_rounded(const AppendKvRoundedArguments& given) {
     const Dim head_dim_v = columns_of_v(k_columns, v_columns);
     params.v = rows_of("v", v, head_dim_v);
     params.v_cache = cache_of("kv.v", v_cache, device, kv_dtype, pages, page_size, heads, head_dim_v);
+    set_scales("kv.v_scale", given.v_scale, v_cache, params.scales.v, params.v_token_scales);
     if (k_columns != v_columns) {
       QkvParams values = params;
       values.k = params.v;
       values.k_cache = params.v_cache;
       values.scales.k = params.scales.v;
+      values.k_token_scales = params.v_token_scales;
       values.head_dim = v_columns;
       params.v = values.v = HeadRows{};
       launch_append_qkv(values, dtype, device, view(given.file));

@@ -105,8 +105,9 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config, const KernelD
   return schedule;
 }
 
-/// The Params of the variant after a cache's scales, as WithScales has them.
-VariantParams with_scales(const VariantParams& variant, const AttentionScales& scales) {
+/// The Params of the variant after a cache's scales, as WithScales and WithTokenScales have them.
+template <class Scales>
+VariantParams with_scales(const VariantParams& variant, const Scales& scales) {
   VariantParams both{};
   std::memcpy(both.bytes, &scales, sizeof(scales));
   std::memcpy(both.bytes + kScalesBytes, variant.bytes, VariantParams::kBytes - kScalesBytes);
@@ -374,14 +375,15 @@ bool Attention::may_have_long_groups(int32_t num_rows) const {
   return packed_rows_of(schedule_config_, longest) >= schedule_config_.min_dequantized_rows;
 }
 
-void Attention::dequantize(const AttentionParams& params, driver::Stream stream) const {
+void Attention::dequantize(const AttentionParams& params, const AttentionTokenScales& scales,
+                           driver::Stream stream) const {
   DequantizeParams dequantize{};
   dequantize.schedule = schedule_;
   dequantize.page_size = params.page_size;
   dequantize.num_pages = params.num_pages;
   dequantize.num_kv_heads = params.num_kv_heads;
-  dequantize.k = DequantizedTensor(params.k, config_.head_dim, dequantized_.k);
-  dequantize.v = DequantizedTensor(params.v, config_.head_dim_v, dequantized_.v);
+  dequantize.k = DequantizedTensor(params.k, scales.k, config_.head_dim, dequantized_.k);
+  dequantize.v = DequantizedTensor(params.v, scales.v, config_.head_dim_v, dequantized_.v);
   dequantize.row_chunks =
       FastDivisor((dequantize.k.head_chunks.divisor + dequantize.v.head_chunks.divisor) * params.num_kv_heads);
   const int32_t ctas = kDequantizeCtasPerMultiprocessor * driver::multiprocessor_count(config_.device);
@@ -389,7 +391,8 @@ void Attention::dequantize(const AttentionParams& params, driver::Stream stream)
                  &dequantize, stream);
 }
 
-uint32_t Attention::run(LatentAttentionParams params, const AttentionScales& scales, driver::Stream stream) {
+uint32_t Attention::run(LatentAttentionParams params, const AttentionScales& scales,
+                        const AttentionTokenScales& token_scales, driver::Stream stream) {
   const bool has_scales = has_8_bits(config_.kv_dtype);
   params.schedule = schedule_;
   params.partial_o = partial_o_;
@@ -410,14 +413,14 @@ uint32_t Attention::run(LatentAttentionParams params, const AttentionScales& sca
       errors |= kPageIndexInvalid;
     else if (!is_interpreted_) {
       if (has_scales) params.variant = with_scales(params.variant, scales);
-      cpu::run_attention(params, config_.dtype, config_.kv_dtype, config_.dims(),
+      cpu::run_attention(params, token_scales, config_.dtype, config_.kv_dtype, config_.dims(),
                          config_.has_variant ? &cpu_kernels_ : nullptr);
     }
     return errors;
   }
   const bool dequantizes = may_have_long_groups(params.num_rows);
   if (dequantizes) {
-    dequantize(params, stream);
+    dequantize(params, token_scales, stream);
     params.after_append = 1;  // it waited for all before it
   }
   const uint32_t ctas = static_cast<uint32_t>(params.num_ctas);
@@ -436,7 +439,9 @@ uint32_t Attention::run(LatentAttentionParams params, const AttentionScales& sca
                               dequantizes ? dequantized_ : DequantizedKv{}};
   KernelArguments arguments;
   LatentAttentionParams attention_params = params;  // the merge kernel's variant has no scales
-  if (has_scales) attention_params.variant = with_scales(params.variant, scales);
+  if (has_scales)
+    attention_params.variant =
+        config_.token_scales ? with_scales(params.variant, token_scales) : with_scales(params.variant, scales);
   const int32_t kernel = design_.make_arguments(attention_params, context, arguments);
   if (kernel == kRowsTooFarApart)
     refuse("k.stride(0)", params.k.page_stride,

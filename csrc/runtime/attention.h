@@ -44,9 +44,10 @@ struct AttentionConfig {
   bool has_sinks;          // Runs may be given sinks.
   bool float8_out;         // Runs may be given a scale of O. O is then e4m3.
   bool multiplies_float8;  // KvForm::multiplies_float8
+  bool token_scales;       // The cache has TokenScales.
 
   HeadDims dims() const { return HeadDims(head_dim, head_dim_v); }
-  KvForm kv_form() const { return KvForm(bytes_of(kv_dtype), multiplies_float8); }
+  KvForm kv_form() const { return KvForm(bytes_of(kv_dtype), multiplies_float8, token_scales); }
   DLDevice dl_device() const { return DLDevice{on_cuda ? kDLCUDA : kDLCPU, device}; }
 };
 
@@ -116,8 +117,10 @@ class Attention {
   uint32_t plan(int32_t num_levels, bool finds_row_ranges, bool seeks_prefixes, driver::Stream stream);
 
   /// Runs the last plan; the fields of `params` that belong to the object are filled in here. `scales`: of an 8-bit
-  /// cache and of Q. Returns the ScheduleError bits on a CPU, 0 on CUDA.
-  uint32_t run(LatentAttentionParams params, const AttentionScales& scales, driver::Stream stream);
+  /// cache and of Q. `token_scales`: of a cache with such, whose other scales are 1. Returns the ScheduleError bits on
+  /// a CPU, 0 on CUDA.
+  uint32_t run(LatentAttentionParams params, const AttentionScales& scales, const AttentionTokenScales& token_scales,
+               driver::Stream stream);
 
   /// Says of a level of the next plan whether its page ids are slots that each run packs and counts.
   void set_has_slots(int32_t level, bool has_slots) { has_slots_[level] = has_slots; }
@@ -168,7 +171,7 @@ class Attention {
   /// Whether the plan may have row groups whose tokens are worth dequantizing before attention. `num_rows`: of Q.
   bool may_have_long_groups(int32_t num_rows) const;
   /// Dequantizes their tokens.
-  void dequantize(const AttentionParams& params, driver::Stream stream) const;
+  void dequantize(const AttentionParams& params, const AttentionTokenScales& scales, driver::Stream stream) const;
   PlannedSelection planned_selection(int32_t level) const;
   int64_t row_ranges_bytes() const;
   int32_t num_kv_tile_lists() const;

@@ -127,6 +127,7 @@ inline DLDataType dl_dtype(DataType dtype) {
       {kDLFloat8_e4m3fn, 8, 1},  // kFloat8E4M3
       {kDLFloat8_e5m2, 8, 1},    // kFloat8E5M2
       {kDLUInt, 8, 1},           // kScaledLatent
+      {kDLInt, 8, 1},            // kInt8
   };
   return kDtypes[static_cast<int32_t>(dtype)];
 }
@@ -251,6 +252,17 @@ inline KvScale kv_scale(const char* name, const AnyView& given, DLDevice device,
   made.num_requests = narrow((std::string(name) + ".shape[0]").c_str(), t.size(0));
   made.request_stride = t.size(0) == 1 ? 0 : narrow((stride + "0)").c_str(), t.stride(0));
   return made;
+}
+
+/// K's or V's scales for each token and head: float32 [pages, page_size, num_kv_heads].
+inline TokenScales checked_token_scales(const char* name, const AnyView& given, const TensorView& cache) {
+  const std::optional<TensorView> scales = given == nullptr ? std::nullopt : given.try_cast<TensorView>();
+  if (!scales)
+    refuse(name, given == nullptr ? "None" : "a number",
+           "a tensor [pages, page_size, num_kv_heads]: the cache has a scale for each token and head");
+  check_array(name, *scales, cache.device(), kFloat32,
+              {{"pages", cache.size(0)}, {"page_size", cache.size(1)}, {"num_kv_heads", cache.size(2)}});
+  return TokenScales{kv_tensor(*scales)};
 }
 
 /// Refuses a tensor to be written whose elements overlap. Strides that interleave dimensions are refused, too, though

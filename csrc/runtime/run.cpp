@@ -167,6 +167,11 @@ void check_scaled_on_load(const AttentionParams& params, int64_t page_size, int6
 /// each row belongs to.
 KvScale checked_scale(const char* name, const AnyView& scale, const Attention& attention) {
   const AttentionConfig& config = attention.config();
+  if (config.token_scales) return KvScale{nullptr, 1.0f, 0, 0, 1};
+  const std::optional<TensorView> tensor = scale == nullptr ? std::nullopt : scale.try_cast<TensorView>();
+  if (tensor && tensor->ndim() == 3)
+    refuse(std::string(name) + ".shape", shape_of(*tensor),
+           "[], [num_kv_heads] or [batch, num_kv_heads], or the Attention made with token_scales=True");
   const KvScale made = kv_scale(name, scale, config.dl_device(), config.num_kv_heads);
   if (!made.is_of_requests()) return made;
   const int32_t batch = attention.planned_batch();
@@ -326,6 +331,11 @@ int64_t run(const RunArguments& given) {
   const bool has_slots = given.indices.has_value() || attention.has_slots();
   // The kernel that packs slots runs in between and changes the schedule, so attention must wait for it.
   params.after_append = given.after_append && !has_slots;
+  AttentionTokenScales token_scales{{}, {}, config.kv_dtype, config.q_dtype};
+  if (config.token_scales) {
+    token_scales.k = checked_token_scales("kv.k_scale", given.k_scale, k);
+    token_scales.v = checked_token_scales("kv.v_scale", given.v_scale, v);
+  }
   const AttentionScales scales{checked_scale("kv.k_scale", given.k_scale, attention),
                                checked_scale("kv.v_scale", given.v_scale, attention),
                                checked_q_scale(given.q_scale, attention), config.kv_dtype, config.q_dtype};
@@ -336,7 +346,7 @@ int64_t run(const RunArguments& given) {
     attention.select(Selection{given.indices, given.block_table, given.requests, given.kv_lens,
                                given.page_size.value_or(1), given.page_stride.value_or(1)},
                      params.num_rows, driver::current_stream(device));
-  return attention.run(params, scales, driver::current_stream(device));
+  return attention.run(params, scales, token_scales, driver::current_stream(device));
 }
 
 }  // namespace

@@ -92,6 +92,23 @@ REFUSED = {
     "kv_dtype is uint8, must be another one": [*ON_CPU, "--kv-dtype", "uint8"],
     "kernel is generic, must be None": [*ON_CPU, "--kernel", "generic"],
     "--float8-q is given, must come with": [*ON_CPU, "--float8-q"],
+    "--token-scales and --kv-dtype must come together, with float8_e4m3fn or int8": [
+        *ON_CPU,
+        "--kv-dtype",
+        "int8",
+    ],
+    "--token-scales and --kv-dtype must come together": ["--token-scales", "--arch", "sm_80"],
+    "--float8-q is given, must not come with --token-scales": [
+        *ON_CPU,
+        "--kv-dtype",
+        "float8_e4m3fn",
+        "--token-scales",
+        "--float8-q",
+    ],
+    "--head-dim is 512, must be at most 256 on CUDA over a cache with a scale for each token and head": [
+        *("--kv-dtype", "int8", "--token-scales"),
+        *("--head-dim", "512", "--arch", "sm_80"),
+    ],
     "--out is given, must not come with --variant": [*ON_CPU, "--out", "somewhere"],
     "--out is given, must not come with --head-dim": [*HEADS, "--arch", "sm_80", "--out", "somewhere"],
     "--sinks is given, must come with --variant": ["--sinks", *HEADS, "--arch", "sm_80"],

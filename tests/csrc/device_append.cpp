@@ -2,13 +2,14 @@
 // one after another.
 #include "no_shared_memory.h"
 
+#include "cache/params.h"
 #include "common/elements.cuh"
 
 namespace attn {
 // Of the entries, which are not called.
 using KernelElement = BFloat16;
 using KernelCacheElement = BFloat16;
-constexpr bool kKernelQuantizes = false;
+constexpr Rounding kKernelRounding = Rounding::k16Bits;
 }  // namespace attn
 
 #include "cache/append_qkv.cu"
@@ -22,12 +23,15 @@ template <class Element, attn::QkvKernel kKernel>
 void append() {
   constexpr bool kIsBf16 = attn::is_same<Element, attn::BFloat16>;
   using Other = typename attn::Conditional<kIsBf16, attn::Float16, attn::BFloat16>::Type;
-  if (attn::has_8_bits(launched.scales.element))
-    attn::append_qkv<Element, kKernel, true>(launched);
+  using attn::Rounding;
+  if (launched.k_token_scales.exist())
+    attn::append_qkv<Element, kKernel, Rounding::kByTokenScales>(launched);
+  else if (attn::has_8_bits(launched.scales.element))
+    attn::append_qkv<Element, kKernel, Rounding::kByScales>(launched);
   else if (launched.scales.element == (kIsBf16 ? attn::DataType::kFloat16 : attn::DataType::kBFloat16))
-    attn::append_qkv<Element, kKernel, false, Other>(launched);
+    attn::append_qkv<Element, kKernel, Rounding::k16Bits, Other>(launched);
   else
-    attn::append_qkv<Element, kKernel, false>(launched);
+    attn::append_qkv<Element, kKernel, Rounding::k16Bits>(launched);
 }
 
 template <class Element>

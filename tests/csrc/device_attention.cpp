@@ -57,6 +57,7 @@ struct PassedAttention {
   int64_t q_rope_strides[2];
   AttentionScales scales;     // of an 8-bit cache
   int64_t multiplies_float8;  // KvForm::multiplies_float8
+  int64_t has_token_scales;   // KvForm::has_token_scales
   void* dequantized;          // memory of DequantizedKv
   int64_t dequantizes;        // the kernel before attention runs
   int64_t launched;           // the kernel that was launched, a number among the design's
@@ -109,14 +110,15 @@ LatentAttentionParams launched_merge;
 
 DequantizeParams launched_dequantize;
 
-void run_dequantize(const AttentionParams& params, HeadDims dims, const DequantizedKv& dequantized, uint32_t seed) {
+void run_dequantize(const AttentionParams& params, const AttentionTokenScales& scales, HeadDims dims,
+                    const DequantizedKv& dequantized, uint32_t seed) {
   DequantizeParams& p = launched_dequantize = DequantizeParams{};
   p.schedule = params.schedule;
   p.page_size = params.page_size;
   p.num_pages = params.num_pages;
   p.num_kv_heads = params.num_kv_heads;
-  p.k = DequantizedTensor(params.k, dims.qk, dequantized.k);
-  p.v = DequantizedTensor(params.v, dims.v, dequantized.v);
+  p.k = DequantizedTensor(params.k, scales.k, dims.qk, dequantized.k);
+  p.v = DequantizedTensor(params.v, scales.v, dims.v, dequantized.v);
   p.row_chunks = FastDivisor((p.k.head_chunks.divisor + p.v.head_chunks.divisor) * params.num_kv_heads);
   constexpr int32_t kCtas = 3;
   for (int32_t cta = 0; cta < kCtas; ++cta)
@@ -137,12 +139,14 @@ void run_attention(const ScheduleConfig& config, PassedAttention& passed, uint32
   const HeadDims dims(static_cast<int32_t>(passed.sizes[2]), static_cast<int32_t>(passed.sizes[5]));
   const auto o_dtype = params.has_out_scale() ? DataType::kFloat8E4M3 : static_cast<DataType>(passed.dtype);
   const auto q_dtype = static_cast<DataType>(passed.q_dtype), kv_dtype = static_cast<DataType>(passed.kv_dtype);
-  const KvForm kv_form(bytes_of(kv_dtype), passed.multiplies_float8 != 0);
+  const KvForm kv_form(bytes_of(kv_dtype), passed.multiplies_float8 != 0, passed.has_token_scales != 0);
   const int32_t rows = passed.dequantizes ? config.dequantized_tokens : 0;
   const int64_t k_bytes = int64_t{rows} * params.num_kv_heads * dequantized_columns(dims.qk) * 2;
   const DequantizedKv dequantized{passed.dequantized, static_cast<char*>(passed.dequantized) + k_bytes,
                                   static_cast<DataType>(passed.dtype), rows};
-  if (rows > 0) run_dequantize(params, dims, dequantized, seed);
+  AttentionTokenScales token_scales;  // where the cache has none, the kernel does not read them
+  std::memcpy(&token_scales, &passed.scales, sizeof(token_scales));
+  if (rows > 0) run_dequantize(params, token_scales, dims, dequantized, seed);
   const LaunchContext context{levels.data(), static_cast<int32_t>(levels.size()),
                               o_dtype,       q_dtype,
                               kv_dtype,      dims,

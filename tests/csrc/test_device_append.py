@@ -14,14 +14,16 @@ from append_problems import (
     HEADS,
     Problem,
     check,
+    check_token_scaled,
     empty_cache,
     expected,
     frequencies,
     large_positions,
     random_problem,
+    token_scaled,
 )
 from device_attention import KvScale, KvScales
-from float8_cases import DTYPES
+from float8_cases import DTYPES, TOKEN_DTYPES
 from host_planner import COMPILER, ROOT
 from mixed_cases import MIXTURES
 from tiers import mostly_slow
@@ -78,6 +80,8 @@ class _QkvParams(_UnalignedParams):
         ("scales", KvScales),
         ("groups_of_token", _FastDivisor),
         ("lane_bits", ctypes.c_int32),
+        ("k_token_scales", _KvTensor),
+        ("v_token_scales", _KvTensor),
     )
 
 
@@ -278,6 +282,39 @@ def test_8_bit_caches(library: ctypes.CDLL, scales: tuple[float, torch.Tensor], 
         )
         for of_cpu, of_device in zip((written[0].k, written[0].v), (written[1].k, written[1].v), strict=True):
             assert torch.equal(of_cpu.view(torch.uint8), of_device.view(torch.uint8))
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("dtype", TOKEN_DTYPES, ids=str)
+def test_a_scale_for_each_token_and_head(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    """Without norm and RoPE the same bytes as on a CPU, and the same scales; else the oracle's, and Q."""
+    element = values_of("DataType")["kInt8" if dtype == torch.int8 else "kFloat8E4M3"]
+    for seed in range(24):
+        problem = random_problem(seed, [torch.bfloat16, torch.float16][seed % 2], torch.device("cpu"))
+        if seed % 3 == 0:
+            problem.rotary = problem.q_norm = problem.k_norm = None
+            problem.qkv.mul_(torch.logspace(-9, 4, len(problem.qkv))[:, None, None])
+            problem.qkv[::4, :, ::3] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf])[seed % 4]
+            problem.before = problem.qkv.clone()
+        written = [token_scaled(problem.kv, dtype) for _ in range(2)]
+        params = _params(problem)
+        params.k_cache, params.v_cache = _cache(written[1].k), _cache(written[1].v)
+        params.k_token_scales, params.v_token_scales = _cache(written[1].k_scale), _cache(written[1].v_scale)
+        params.scales = KvScales(KvScale.of(None), KvScale.of(None), element)
+        kernel = library.device_append_qkv(
+            ctypes.byref(params), problem.kv.page_size, problem.qkv.dtype == torch.bfloat16
+        )
+        assert kernel != ROUNDED
+        if seed % 3:
+            check_token_scaled(problem, written[1])
+            continue
+        append_kv(problem.k, problem.v, written[0], problem.slots)
+        for name in ("k", "v"):
+            of_cpu, of_device = (getattr(kv, name).view(torch.uint8) for kv in written)
+            scales, of_device_scales = (getattr(kv, f"{name}_scale") for kv in written)
+            assert torch.equal(scales, of_device_scales)
+            finite = scales.isfinite()  # a row with an infinity is lost
+            assert torch.equal(of_cpu[finite], of_device[finite])
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")

@@ -26,44 +26,12 @@ from float8_cases import (
     Needle,
     rounded_cache,
 )
+from float8_kernels import BATCHES, FORMS, run_and_check
 from tiers import distinct, in_turn
 
 from attn_backend import KVCache
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
-
-FORMS = (
-    (torch.bfloat16, 64),
-    (torch.float16, 128),
-    (torch.bfloat16, 72),
-    (torch.bfloat16, 256),
-    (torch.bfloat16, 128),
-)
-# Two pairs, each of a batch with decode and one for prefill: without a GPU each form runs one pair. Odd and
-# even places have different options.
-BATCHES = (
-    ((1, 70, 3, 20), (200, 70, 300, 150)),
-    ((150, 5), (200, 90)),
-    ((40, 1, 260), (140, 500, 300)),
-    ((1,) * 6, (70, 300, 1, 0, 64, 129)),
-)
-
-
-def run_and_check(
-    problem: Float8Case, emulated: Path, kernel: str, seed: int, wants_lse: bool = True, **options: object
-) -> str:
-    case = problem.case
-    attention = DeviceAttention(
-        emulated, case.attention(kernel=kernel, **problem.options, **options), kernel, seed
-    )
-    attention.plan(case.view)
-    case.run(attention, out=case.out, lse=case.lse if wants_lse else None, **problem.run_options)  # type: ignore[arg-type]
-    lse = case.lse.clone()
-    if not wants_lse:
-        lse[: case.rows] = problem.expected()[1]
-    problem.check(case.out, lse, kernel)
-    assert attention.schedule().errors == 0
-    return attention.launched
 
 
 @pytest.mark.parametrize("form", distinct(FORMS, repeated={4}), ids=str)

@@ -1021,6 +1021,27 @@ FAULTS = (
         FEED,
     ),
     Fault(
+        "generic kernel: scales of the KV tile that was looked up last",
+        "csrc/attention/sm80/kv_loader.cuh",
+        "which) tile_scales(which)[threadIdx.x % kTokens] = scales[0];",
+        "which) tile_scales(which)[threadIdx.x % kTokens] = scales[kPairs - 1];",
+        ("tests/csrc/test_token_scale_kernels.py", "-k", "random_cases and generic"),
+    ),
+    Fault(
+        "append_qkv: each lane has its own scale",
+        "csrc/cache/append_qkv.cu",
+        "    over_lanes(largest, lanes, [](float a, float b) { return fmaxf(a, b); });\n",
+        "",
+        ("tests/csrc/test_device_append.py", "-k", "each_token_and_head"),
+    ),
+    Fault(
+        "CPU: V has the scales of K",
+        "csrc/attention/cpu/work_item.h",
+        "= params.v_scales.of(place, item.head)",
+        "= params.k_scales.of(place, item.head)",
+        ("tests/kernels/test_token_scales.py", "-k", "test_random_cases and cpu-0"),
+    ),
+    Fault(
         "8-bit products: the host takes their sizes for variants that transform rows",
         "attn_backend/kernels/attention.py",
         "(variant.uses_softmax and not variant.has_transforms)",

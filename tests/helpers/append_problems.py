@@ -12,6 +12,7 @@ from torch import Tensor
 from attn_backend import KVCache, Rotary
 
 HEADS = 3
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
@@ -216,3 +217,40 @@ def random_problem(seed: int, dtype: torch.dtype, device: torch.device) -> Probl
         if rng.random() < 0.5
         else torch.full((tokens + 2, q_heads, head_dim), math.nan, dtype=dtype, device=device),
     )
+
+
+def token_scaled(kv: KVCache, dtype: torch.dtype) -> KVCache:
+    """An empty cache of this shape."""
+    scales = torch.ones(2, kv.num_kv_heads, *kv.k.shape[:2], device=kv.device).permute(0, 2, 3, 1)
+    return KVCache.from_pair(
+        *(torch.zeros(kv.k.shape, device=kv.device).to(dtype) for _ in range(2)),
+        k_scale=scales[0],
+        v_scale=scales[1],
+    )
+
+
+def check_token_scaled(problem: Problem, kv: KVCache, has_q: bool = True) -> None:
+    """Compares a cache with a scale for each token and head with the float64 oracle. has_q: and Q."""
+    tokens, q_heads = len(problem.slots), problem.num_qo_heads
+    norm = (problem.norm_eps, problem.norm_offset)
+    q = expected(problem.before[:tokens, :q_heads], problem.positions, problem.rotary, problem.q_norm, *norm)
+    if has_q:
+        check(problem.written_q[:tokens], q)
+    k, v = problem.before[:tokens, q_heads:].cpu().split(HEADS, dim=1)
+    k = expected(k, problem.positions, problem.rotary, problem.k_norm, *norm)
+    assert isinstance(kv.k_scale, Tensor)
+    assert isinstance(kv.v_scale, Tensor)
+    k_cache, v_cache, k_scales, v_scales = (x.cpu() for x in (kv.k, kv.v, kv.k_scale, kv.v_scale))
+    for i, slot in enumerate(problem.slots.tolist()):
+        if not 0 <= slot < kv.num_pages * kv.page_size:
+            continue
+        at = divmod(slot, kv.page_size)
+        for of_cache, scales, x in ((k_cache, k_scales, k[i]), (v_cache, v_scales, v[i].double())):
+            scale = (x.abs().amax(-1) / LARGEST[kv.dtype]).clamp_min(1e-6)
+            torch.testing.assert_close(scales[at].double(), scale, rtol=2e-5, atol=0)
+            got = of_cache[at].double() * scales[at].double()[:, None]
+            step = torch.ones_like(x)
+            if kv.dtype == torch.float8_e4m3fn:
+                scaled = (x / scale[:, None]).abs()
+                step = scaled.clamp_min(2.0**-6).log2().floor().exp2() / 8
+            assert ((got - x).abs() <= (0.501 * step + 1e-2 * (step < 1)) * scale[:, None] + 1e-5).all()

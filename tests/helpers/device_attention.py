@@ -20,7 +20,7 @@ from attn_backend import Attention, BSRView, Composition, KVCache, Variant
 from attn_backend.jit import manifest
 from attn_backend.jit.manifest import HeadDims
 from attn_backend.kernels.attention import prefill_multiplies_float8
-from attn_backend.kernels.native import DTYPES, KV_DTYPES, kv_element_of, values_of
+from attn_backend.kernels.native import ALL_DTYPES, kv_element_of, values_of
 
 KERNELS = ("generic", "hopper")
 # Structs of tests/csrc/slanted_variant.h, by their names in DeviceAttention.
@@ -73,6 +73,35 @@ class AttentionScales(ctypes.Structure):
     )
 
 
+class TokenScales(ctypes.Structure):
+    """The struct of this name in csrc/cache/kv_cache.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("page_stride", "token_stride", "head_stride")),
+    )
+
+    @classmethod
+    def of(cls, scales: Tensor) -> TokenScales:
+        return cls(scales.data_ptr(), *scales.stride())
+
+
+class AttentionTokenScales(ctypes.Structure):
+    """The struct of this name in csrc/cache/kv_cache.h."""
+
+    _fields_ = (
+        ("k", TokenScales),
+        ("v", TokenScales),
+        ("element", ctypes.c_int32),
+        ("q_element", ctypes.c_int32),
+        ("padding", ctypes.c_int64),
+    )
+
+
+class _Scales(ctypes.Union):
+    _fields_ = (("of_cache", AttentionScales), ("of_tokens", AttentionTokenScales))
+
+
 class KvScales(ctypes.Structure):
     """The struct of this name in csrc/cache/kv_cache.h."""
 
@@ -98,8 +127,9 @@ class _Passed(ctypes.Structure):
         ("out_scale", ctypes.c_double),
         ("q_rope", ctypes.c_void_p),
         ("q_rope_strides", ctypes.c_int64 * 2),
-        ("scales", AttentionScales),
+        ("scales", _Scales),
         ("multiplies_float8", ctypes.c_int64),
+        ("has_token_scales", ctypes.c_int64),
         ("dequantized", ctypes.c_void_p),
         ("dequantizes", ctypes.c_int64),
         ("launched", ctypes.c_int64),
@@ -115,9 +145,11 @@ def library(
     kv_dtype: torch.dtype | None = None,
     float8_q: bool = False,
     float8_out: bool = False,
+    token_scales: bool = False,
 ) -> ctypes.CDLL:
     """The kernels of a design for one dtype, head widths, variant and cache dtype, compiled into `folder`
-    unless they exist. float8_q: Q has the dtype of the cache. float8_out: O has 8 bits.
+    unless they exist. float8_q: Q has the dtype of the cache. float8_out: O has 8 bits. token_scales: the
+    cache has a scale for each token and head.
 
     Args:
         variant: "standard"; "sinks", which may have some; one of TEST_VARIANTS; or any other.
@@ -129,7 +161,8 @@ def library(
         text, variant_type, name = '#include "slanted_variant.h"\n', TEST_VARIANTS[variant], variant
     else:
         text, variant_type, name = "", manifest.STANDARD_VARIANTS[variant], variant
-    shape = manifest.KernelShape(element, head_dim, kv_element_of(kv_dtype, dtype), float8_q, float8_out)
+    kv_element = kv_element_of(kv_dtype, dtype, token_scales)
+    shape = manifest.KernelShape(element, head_dim, kv_element, float8_q, float8_out)
     cubins = design.cubins_for(shape)
     for cubin, stem in cubins.items():
         names = ("attention_kernel", "attention_kernel_code", "KernelTraits", "KernelCopier")
@@ -137,7 +170,7 @@ def library(
         text += manifest.attention_source(stem, shape, variant_type)
         text += "".join(f"#undef {name}\n" for name in names)
     dequantize = "nullptr"
-    if design.reads_dequantized and shape.kv_element in manifest.FLOAT8_ELEMENTS:
+    if design.reads_dequantized and shape.kv_element in manifest.DEQUANTIZED_ELEMENTS:
         text += "#undef __shared__\n#define __shared__ static\n#define KernelElement DequantizedElement\n"
         text += manifest.dequantize_source(element, shape.kv_element)
         text += "#undef __shared__\n#define __shared__\n#undef KernelElement\n"
@@ -186,7 +219,8 @@ class DeviceAttention:
             attention.kv_dtype,
             attention.q_dtype != attention.dtype,
         )
-        self._library = cache(lambda float8_out: library(*of_kernels, float8_out))
+        token_scales = attention._config.token_scales
+        self._library = cache(lambda float8_out: library(*of_kernels, float8_out, token_scales))
         self._attention, self._seed, self._variant = attention, seed, variant
         self._levels: tuple[BSRView, ...] = ()
         design = manifest.DESIGNS[kernel]
@@ -242,9 +276,16 @@ class DeviceAttention:
             self._variant.uses_softmax if isinstance(self._variant, Variant) else self._variant != "squared"
         )
         of_dtypes = [
-            values_of("DataType")[(DTYPES | KV_DTYPES)[dtype]]
+            values_of("DataType")[ALL_DTYPES[dtype]]
             for dtype in (attention.dtype, attention.q_dtype, attention.kv_dtype)
         ]
+        elements = (of_dtypes[2], of_dtypes[1])
+        if kv.has_token_scales:
+            of_tokens = (TokenScales.of(scale) for scale in (kv.k_scale, kv.v_scale))  # type: ignore[arg-type]
+            scales = _Scales(of_tokens=AttentionTokenScales(*of_tokens, *elements))
+        else:
+            of_cache = (KvScale.of(scale) for scale in (kv.k_scale, kv.v_scale, q_scale))
+            scales = _Scales(of_cache=AttentionScales(*of_cache, *elements))
         passed = _Passed(
             (ctypes.c_void_p * 7)(
                 *(
@@ -271,14 +312,9 @@ class DeviceAttention:
             out_scale if isinstance(out_scale, float) else 0.0,
             None if q_rope is None else q_rope.data_ptr(),
             (ctypes.c_int64 * 2)(*((0, 0) if q_rope is None else q_rope.stride()[:2])),
-            AttentionScales(
-                KvScale.of(kv.k_scale),
-                KvScale.of(kv.v_scale),
-                KvScale.of(q_scale),
-                of_dtypes[2],
-                of_dtypes[1],
-            ),
+            scales,
             self._multiplies_float8,
+            kv.has_token_scales,
             memory.dequantized.data_ptr(),
             self.dequantizes,
             -1,

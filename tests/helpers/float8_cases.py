@@ -19,9 +19,11 @@ from torch import Tensor
 from attn_backend import Attention, BSRView, KVCache, PageTable, Variant
 
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+TOKEN_DTYPES = (torch.float8_e4m3fn, torch.int8)  # of caches with a scale for each token and head
 SCALES = ("number", "tensor", "head", "request", "request and head")
 Q_SCALES = ("number", "tensor", "head")
 TOLERANCE = 4e-3  # ||o - ref|| / ||ref||
+ROUNDED_TOLERANCE = 6e-3  # if rows are multiplied by their own scales and rounded to Q's type
 # If Q, K, V and probabilities are multiplied in e4m3: these have three bits after the first, and sums of
 # products have 14 in all.
 MULTIPLIED_TOLERANCE = 3.5e-2
@@ -102,7 +104,35 @@ class Needle:
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """An 8-bit copy with the same strides, including the memory between its elements."""
     storage = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
-    return storage.to(dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return stored(storage, dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The elements in 8 bits; int8 elements are INT8_FACTOR times as large, and NaN becomes a number."""
+    if dtype != torch.int8:
+        return tensor.to(dtype)
+    return (tensor.float() * INT8_FACTOR).round().clamp(-127, 127).nan_to_num(99).to(dtype)
+
+
+INT8_FACTOR = 40.0
+
+
+def token_scales(kv: KVCache, slots: list[Tensor], dtype: torch.dtype, seed: int) -> Tensor:
+    """Scales of the tokens in `slots`, [pages, page_size, heads] in an order of the dimensions that the seed
+    chooses. Scales of other tokens are NaN. dtype: of the elements.
+    """
+    rng = numpy.random.default_rng([seed, 88])
+    shape = kv.k.shape[:3]
+    values = torch.from_numpy(rng.uniform(0.2, 1.5, shape)).float()
+    values /= INT8_FACTOR if dtype == torch.int8 else 1.0
+    used = torch.zeros(shape[0] * shape[1], dtype=torch.bool)
+    for own in slots:
+        used[own.cpu()] = True
+    values[~used.view(shape[:2])] = torch.nan
+    order = rng.permutation(3)
+    room = torch.full([2 * shape[dim] for dim in order], torch.nan, device=kv.device)
+    place = room.permute(*numpy.argsort(order).tolist())[tuple(slice(size, 2 * size) for size in shape)]
+    return place.copy_(values)
 
 
 def rounded_cache(
@@ -112,8 +142,8 @@ def rounded_cache(
 
 
 class Float8Case:
-    """A case whose cache has dtype `dtype`, and scales in these forms. q_form: Q also has this dtype, and a
-    scale in this form.
+    """A case whose cache has dtype `dtype`, and scales in these forms. If K has the form "token", so has V.
+    q_form: Q also has this dtype, and a scale in this form.
 
     Attributes:
         case: with the 8-bit cache, and Q as passed to kernels.
@@ -135,8 +165,10 @@ class Float8Case:
         rng = numpy.random.default_rng([spec.seed, 8])
         self.dtype = dtype
         self._k_scale, self._v_scale = (
-            random_scale(rng, form, len(spec.qo_lens), spec.num_kv_heads, built.device)
-            for form in (k_form, v_form)
+            token_scales(built.kv, built.slots, dtype, spec.seed + number)
+            if form == "token"
+            else random_scale(rng, form, len(spec.qo_lens), spec.num_kv_heads, built.device)
+            for number, form in enumerate((k_form, v_form))
         )
         self._q_scale = (
             None if q_form is None else random_scale(rng, q_form, 0, spec.num_kv_heads, built.device)
@@ -144,6 +176,8 @@ class Float8Case:
         q = built.q if q_form is None else rounded(built.q, dtype)
         self.case = replace(built, kv=rounded_cache(built.kv, dtype, self._k_scale, self._v_scale), q=q)
         self.options = {"kv_dtype": dtype} | ({} if q_form is None else {"q_dtype": dtype})
+        if k_form == "token":
+            self.options["token_scales"] = True
         self.run_options = {} if q_form is None else {"q_scale": self._q_scale}
 
     def expected(self, **changes: Any) -> tuple[Tensor, Tensor]:
@@ -154,7 +188,9 @@ class Float8Case:
             case.q.double().cpu()
             * scale_of(self._q_scale, 0, spec.num_kv_heads).repeat_interleave(spec.group_size)[:, None]
         )
-        k_slots, v_slots = (slots.to(self.dtype).double().cpu() for slots in (case.k_slots, case.v_slots))
+        k_slots, v_slots = (
+            stored(slots, self.dtype).double().cpu() for slots in (case.k_slots, case.v_slots)
+        )
         heads = case.q.shape[1]
         outputs, sums, begin = (
             [torch.zeros(0, heads, v_slots.shape[-1], dtype=torch.float64)],
@@ -162,14 +198,14 @@ class Float8Case:
             0,
         )
         for request, (qo_len, own) in enumerate(zip(spec.qo_lens, case.slots, strict=True)):
-            k_scale, v_scale = (
-                scale_of(scale, request, spec.num_kv_heads)[:, None]
-                for scale in (self._k_scale, self._v_scale)
+            k, v = (
+                self._represented(slots[own.cpu()], scale, request, own.cpu())
+                for slots, scale in ((k_slots, self._k_scale), (v_slots, self._v_scale))
             )
             o, lse = oracle.attention(
                 q[begin : begin + qo_len],
-                k_slots[own.cpu()] * k_scale,
-                v_slots[own.cpu()] * v_scale,
+                k,
+                v,
                 sm_scale=spec.sm_scale,
                 causal=spec.causal,
                 window_left=spec.window_left,
@@ -184,6 +220,12 @@ class Float8Case:
             sums.append(lse)
             begin += qo_len
         return torch.cat(outputs).to(case.q.device), torch.cat(sums).to(case.q.device)
+
+    def _represented(self, rows: Tensor, scale: Tensor | float | None, request: int, slots: Tensor) -> Tensor:
+        """The values of a request's rows [tokens, heads, columns] in these slots."""
+        if isinstance(scale, Tensor) and scale.ndim == 3:
+            return rows * scale.double().cpu().flatten(0, 1)[slots][:, :, None]
+        return rows * scale_of(scale, request, self.case.spec.num_kv_heads)[:, None]
 
     def is_multiplied(self) -> bool:
         """Whether the Hopper kernel multiplies 8-bit elements."""
@@ -219,7 +261,9 @@ class Float8Case:
             if is_multiplied
             else (TOLERANCE, ())
         )
-        if variant is not None:
+        if self.options.get("token_scales"):
+            tolerance, tolerances = ROUNDED_TOLERANCE, (None, lse_tolerance_of_rounded_k(self.case.spec))
+        elif variant is not None:
             tolerances = (None, lse_tolerance_of_transforms(self.case, variant, self.case.spec.dtype))
         case_tensors.check(self.case, out, lse, expected, *tolerances)
         error = (out[: self.case.rows].double() - expected[0]).norm()
@@ -227,6 +271,16 @@ class Float8Case:
             f"{float(error / expected[0].norm()):.2e} > {tolerance}\n{self.case.spec}"
         )
         case_tensors.check_padding(self.case)
+
+
+def lse_tolerance_of_rounded_k(spec: cases.Spec) -> float:
+    """Tolerance of lse if K is multiplied by its scales and rounded to Q's type. An element's error is up to
+    half an eps of it, and the errors of a score's products add up like random numbers. An approximate tanh
+    adds its own.
+    """
+    sm_scale = spec.head_dim**-0.5 if spec.sm_scale is None else abs(spec.sm_scale)
+    rounding = 2 * torch.finfo(spec.dtype).eps * sm_scale * math.sqrt(spec.head_dim)
+    return rounding + spec.logits_soft_cap * 2**-11
 
 
 def lse_tolerance_of_transforms(

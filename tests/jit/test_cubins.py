@@ -27,6 +27,9 @@ def test_kernel_set_is_complete() -> None:
     ]
     samplers = {f"sampling_{source}" for source in ("f32", "f16", "bf16", "probs", "speculative")}
     shapes += [f"bf16_e4m3_d{head_dim}_standard" for head_dim in (64, 128, 256)]
+    shapes += [
+        f"bf16_{form}_tokens_d{head_dim}_standard" for form in ("e4m3", "int8") for head_dim in (64, 128)
+    ]
     shapes += [f"bf16{cache}_to_e4m3_d128_standard" for cache in ("", "_e4m3")]
     # on Hopper one kernel serves all caches
     widened = [f"bf16_{form}_standard" for form in ("e4m3_d512", "e4m3_d576_512", "latent_d576_512")]
@@ -44,7 +47,7 @@ def test_kernel_set_is_complete() -> None:
         "merge_states_bf16",
     }
     appends = {"append", "append_latent"} | {
-        f"append_qkv_{dtype}{cache}" for dtype in ("bf16", "f16") for cache in ("", "_float8")
+        f"append_qkv_{dtype}{cache}" for dtype in ("bf16", "f16") for cache in ("", "_float8", "_tokens")
     }
     alibi = [f"{dtype}_d{head_dim}_alibi" for dtype in ("bf16", "f16") for head_dim in (64, 128)]
     everywhere = (
@@ -55,7 +58,9 @@ def test_kernel_set_is_complete() -> None:
         | samplers
     )
     dequantizers = {
-        f"dequantize_{dtype}_{stored}" for dtype in ("bf16", "f16") for stored in ("e4m3", "e5m2")
+        f"dequantize_{dtype}_{stored}"
+        for dtype in ("bf16", "f16")
+        for stored in ("e4m3", "e5m2", "e4m3_tokens", "int8_tokens")
     }
     hopper = dequantizers | {
         f"attention_{design}_{shape}"
@@ -79,7 +84,7 @@ def test_kernels_that_ci_leaves_out_are_like_others() -> None:
             if name.startswith("sampling"):
                 like = {"sm_90a": "sampling_bf16", "sm_80": "sampling_f32"}[arch]
             assert like in distinct["sm_80" if "_sm80_" in name else arch], name
-    assert {arch: len(names) for arch, names in left_out.items()} == {"sm_90a": 61, "sm_80": 18}
+    assert {arch: len(names) for arch, names in left_out.items()} == {"sm_90a": 65, "sm_80": 18}
     for name in ("attention_sm80_bf16_d128_standard", "attention_sm90_f16_d128_standard"):
         assert name in distinct["sm_90a"]
 
@@ -98,6 +103,14 @@ def test_names_say_what_kernels_are_for() -> None:
         "attn::Float8E4M3, attn::BFloat16>" in source
     )
     assert manifest.compile_options(name.replace("_q_", "_")) == " --head-dim 72 --kv-dtype float8_e4m3fn"
+    for kv_dtype, element in (("int8", "int8_tokens"), ("float8_e4m3fn", "e4m3_tokens")):
+        of_tokens = name.replace("e4m3_q", element)
+        options = f" --head-dim 72 --kv-dtype {kv_dtype} --token-scales"
+        assert manifest.compile_options(of_tokens) == options
+        source = manifest.source_of(of_tokens, "sm_90a")
+        assert source is not None
+        assert "attn::WithTokenScales<attn::StandardVariant>" in source
+        assert manifest.source_of(of_tokens.replace("d72", "d512"), "sm_90a") is None
     name = "attention_sm90_bf16_e4m3_q_to_e4m3_d72_standard"
     assert (
         manifest.attention_name("sm90", KernelShape("bf16", HEADS, "e4m3", float8_q=True, float8_out=True))

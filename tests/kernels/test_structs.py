@@ -80,7 +80,7 @@ def test_the_library_refuses_bytes_of_another_size() -> None:
 def test_names_of_values_are_those_of_the_library() -> None:
     assert schedule.ERRORS.keys() == values_of("ScheduleError").keys()
     assert schedule.REASONS.keys() == values_of("NodeReason").keys()
-    assert {*native.DTYPES.values(), *native.KV_DTYPES.values()} == values_of("DataType").keys()
+    assert set(native.ALL_DTYPES.values()) == values_of("DataType").keys()
     assert {*SCALED_DTYPES, SCALED_LATENT_DTYPE} == native.KV_DTYPES.keys()
     assert set(attention.CASCADE_MODES.values()) == values_of("CascadeMode").keys()
     assert {"cpu", *(design.name for design in manifest.DESIGNS.values())} == values_of("KernelDesign").keys()

@@ -151,3 +151,49 @@ def test_unchecked_views_are_those_that_are_checked() -> None:
         for name in ("k_scale", "v_scale"):
             one, other = getattr(checked, name), getattr(unchecked, name)
             assert one is other or one == other
+
+
+EIGHT = torch.zeros(PAGES, PAGE_SIZE, HEADS, HEAD_DIM, dtype=torch.int8)
+OF_TOKENS = torch.ones(PAGES, PAGE_SIZE, HEADS)
+
+
+def test_a_scale_for_each_token_and_head() -> None:
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        kv = KVCache.from_pair(
+            *(EIGHT.to(dtype).transpose(1, 2).contiguous() for _ in range(2)),
+            "HND",
+            k_scale=OF_TOKENS,
+            v_scale=OF_TOKENS,
+        )
+        assert kv.k_scale is OF_TOKENS
+        assert kv.has_token_scales
+    assert not KVCache.from_pair(*(EIGHT.to(torch.float8_e4m3fn) for _ in range(2))).has_token_scales
+
+
+@pytest.mark.parametrize(
+    ("dtype", "k_scale", "v_scale", "message"),
+    [
+        (
+            torch.int8,
+            None,
+            None,
+            "k_scale is None, must be one for each token and head: the cache is of int8",
+        ),
+        (torch.int8, 0.5, 0.5, "k_scale is 0.5, must be one for each token and head"),
+        (torch.int8, OF_TOKENS, None, "v_scale is None, must be one for each token and head if k_scale is"),
+        (
+            torch.float8_e4m3fn,
+            0.5,
+            OF_TOKENS,
+            "v_scale is .*, must be one for each token and head if k_scale",
+        ),
+        (torch.int8, OF_TOKENS[1:], OF_TOKENS, r"k_scale is .*, must be .* or \[pages, .*\] = \[5, 4, 3\]"),
+        (torch.int8, OF_TOKENS.double(), OF_TOKENS, "k_scale is .*, must be a number, or a float32 tensor"),
+        (torch.int8, OF_TOKENS.to("meta"), OF_TOKENS, "k_scale"),
+        (torch.float8_e5m2, OF_TOKENS, OF_TOKENS, r"k_scale is .*, must be .*\[batch, num_kv_heads\]$"),
+        (torch.bfloat16, OF_TOKENS, OF_TOKENS, "k_scale is .*, must be None: a bfloat16 cache has no scales"),
+    ],
+)
+def test_refused_scales_of_tokens(dtype: torch.dtype, k_scale: object, v_scale: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KVCache.from_pair(EIGHT.to(dtype), EIGHT.to(dtype), k_scale=k_scale, v_scale=v_scale)  # type: ignore[arg-type]

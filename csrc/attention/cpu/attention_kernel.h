@@ -151,8 +151,10 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
   /// Widens the keys and values of tokens [begin, end) of the block.
   void widen_cache(TokenRows& tokens, const TokenRange& part, TransformedRows& keys, TransformedRows& values) const {
     if constexpr (kWidens) {
-      Rows::widen_rows(tokens.keys, variant_.scales.element, dims_.qk, part, keys);
-      Rows::widen_rows(tokens.values, variant_.scales.element, dims_.v, part, values);
+      const bool has_scales = params_.k_scales.exist();
+      const DataType element = variant_.scales.element;
+      Rows::widen_rows(tokens.keys, has_scales ? tokens.key_scales : nullptr, element, dims_.qk, part, keys);
+      Rows::widen_rows(tokens.values, has_scales ? tokens.value_scales : nullptr, element, dims_.v, part, values);
     }
   }
 

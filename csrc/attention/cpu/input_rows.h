@@ -62,13 +62,15 @@ struct CacheRows {
     }
   }
 
-  /// Widens a row of the cache or of Q from a type of 8 bits.
-  static void widen_row(const void* row, DataType dtype, int columns, Element* to) {
+  /// Widens a row of the cache or of Q from a type of 8 bits. `scale`: multiplies its numbers before they are rounded.
+  static void widen_row(const void* row, DataType dtype, int columns, Element* to, float scale = 1.0f) {
     switch (dtype) {
       case DataType::kFloat8E4M3:
-        return widen_numbers(static_cast<const Float8E4M3*>(row), columns, to);
+        return widen_numbers(static_cast<const Float8E4M3*>(row), columns, to, scale);
       case DataType::kFloat8E5M2:
-        return widen_numbers(static_cast<const Float8E5M2*>(row), columns, to);
+        return widen_numbers(static_cast<const Float8E5M2*>(row), columns, to, scale);
+      case DataType::kInt8:
+        return widen_numbers(static_cast<const Int8*>(row), columns, to, scale);
       case DataType::kScaledLatent:
         return widen_latent(static_cast<const char*>(row), columns, to);
       case DataType::kFloat32:
@@ -88,21 +90,22 @@ struct CacheRows {
     for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
   }
 
-  /// Widens rows [begin, end) of the block. `rows`: their addresses, which become those of the results.
-  static void widen_rows(const char** rows, DataType dtype, int columns, const TokenRange& part,
+  /// Widens rows [begin, end) of the block. `rows`: their addresses, then the addresses of the results. `scales`: of
+  /// the rows, or nullptr.
+  static void widen_rows(const char** rows, const float* scales, DataType dtype, int columns, const TokenRange& part,
                          TransformedRows& wide) {
     for (int i = part.begin; i < part.end; ++i) {
       Element* const to = wide.rows[i - part.begin];
-      widen_row(rows[i], dtype, columns, to);
+      widen_row(rows[i], dtype, columns, to, scales == nullptr ? 1.0f : scales[i]);
       rows[i] = reinterpret_cast<const char*>(to);
     }
   }
 
  private:
   template <class Narrow>
-  static void widen_numbers(const Narrow* row, int columns, Element* to) {
+  static void widen_numbers(const Narrow* row, int columns, Element* to, float scale) {
     alignas(64) float values[kMaxHeadDim];
-    for (int j = 0; j < columns; ++j) values[j] = to_float(row[j]);
+    for (int j = 0; j < columns; ++j) values[j] = to_float(row[j]) * scale;
     for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
   }
 

@@ -43,10 +43,12 @@ struct SplitPair {
   int32_t last_cta;
 };
 
-/// Addresses of the tokens of a block.
+/// Addresses of the tokens of a block, and their scales, over a cache that has TokenScales.
 struct TokenRows {
   const char* keys[kMaxBlockTokens];
   const char* values[kMaxBlockTokens];
+  float key_scales[kMaxBlockTokens];
+  float value_scales[kMaxBlockTokens];
   int count;
 };
 
@@ -68,6 +70,8 @@ struct alignas(64) Scratch {
 /// The kernels' arguments.
 struct CpuAttentionParams : LatentAttentionParams {
   bool is_mixed;  // Q and O have the other 16-bit type than the cache, which products take
+  TokenScales k_scales;
+  TokenScales v_scales;
 };
 
 using FindRowRanges = void (*)(const RowRangeParams&);

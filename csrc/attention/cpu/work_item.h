@@ -77,7 +77,7 @@ class TokenBlocks {
 /// Where the tokens of a block lie. kKvBytes: of an element of the cache.
 template <class Isa, int64_t kKvBytes>
 struct CacheTokens {
-  const AttentionParams& params;
+  const CpuAttentionParams& params;
   HeadDims dims;
   const char* no_token;  // a row that stands in for a token without a page
 
@@ -112,8 +112,16 @@ struct CacheTokens {
           rows.keys[i + j] = key + j * key_step;
           rows.values[i + j] = value + j * value_step;
         }
+        for (int32_t j = 0; j < run && params.k_scales.exist(); ++j) {
+          const SlotPlace place{first.page, in_page + j};
+          rows.key_scales[i + j] = params.k_scales.of(place, item.head);
+          rows.value_scales[i + j] = params.v_scales.of(place, item.head);
+        }
       } else {
-        for (int32_t j = 0; j < run; ++j) rows.keys[i + j] = rows.values[i + j] = no_token;
+        for (int32_t j = i; j < i + run; ++j) {
+          rows.keys[j] = rows.values[j] = no_token;
+          rows.key_scales[j] = rows.value_scales[j] = 1.0f;
+        }
       }
       i += run;
       token += run;

@@ -1,6 +1,6 @@
 // Dequantizes the tokens of long row groups before attention (dequantized_kv.h). A CTA takes kDequantizedRows rows at a
-// time; any grid works. The source that includes this file defines attn::KernelElement, the 16-bit type, and
-// attn::KernelStored, the cache's.
+// time; any grid works. The source that includes this file defines attn::KernelElement, the 16-bit type,
+// attn::KernelStored, the cache's, and attn::kKernelHasTokenScales.
 
 #include "attention/feed/dequantized_kv.h"
 #include "attention/feed/work_item.cuh"
@@ -45,6 +45,7 @@ struct Chunk {
 __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
   __shared__ int32_t found;
   __shared__ int64_t k_from[kDequantizedRows], v_from[kDequantizedRows];  // elements; negative: no token
+  __shared__ SlotPlace places[kDequantizedRows];
   for (int32_t first_row = blockIdx.x * kDequantizedRows; first_row < p.schedule.header->dequantized_tokens;
        first_row += gridDim.x * kDequantizedRows) {
     const int32_t g = find_dequantized(p.schedule, first_row, found);
@@ -57,6 +58,7 @@ __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
         const GroupPages pages(group, p.schedule.header->levels[group.level]);
         const int32_t page = pages.page(pages.entry(p.page_size.divide(token)), p.num_pages, *p.schedule.header);
         const SlotPlace place{page, p.page_size.modulo(token)};
+        places[threadIdx.x] = place;
         k_from[threadIdx.x] = p.k.stored.element(place);
         v_from[threadIdx.x] = p.v.stored.element(place);
       }
@@ -66,6 +68,7 @@ __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
     const int32_t num_chunks = kDequantizedRows * p.row_chunks.divisor;
     for (int32_t begin = threadIdx.x; begin < num_chunks; begin += kAhead * kDequantizeThreads) {
       uint2 stored[kAhead] = {};
+      float scales[kAhead] = {};
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         const int32_t number = begin + i * kDequantizeThreads;
@@ -76,6 +79,7 @@ __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
         if (from < 0 || chunk.column >= tensor.head_columns) continue;
         stored[i] = *reinterpret_cast<const uint2*>(static_cast<const char*>(tensor.stored.data) + from +
                                                     chunk.head * tensor.stored.head_stride + chunk.column);
+        if constexpr (kKernelHasTokenScales) scales[i] = tensor.scales.of(places[chunk.row], chunk.head);
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
@@ -85,8 +89,11 @@ __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
         const DequantizedTensor& tensor = chunk.is_v ? p.v : p.k;
         const int64_t head = int64_t{first_row + chunk.row} * p.num_kv_heads + chunk.head;
         const int64_t element = head * tensor.head_chunks.divisor * kChunkColumns + chunk.column;
-        *reinterpret_cast<uint4*>(static_cast<char*>(tensor.target) + element * KernelElement::kBytes) =
-            dequantize_eight<KernelElement, KernelStored>(stored[i]);
+        uint4& to = *reinterpret_cast<uint4*>(static_cast<char*>(tensor.target) + element * KernelElement::kBytes);
+        if constexpr (kKernelHasTokenScales)
+          to = dequantize_eight<KernelElement, KernelStored>(stored[i], scales[i]);
+        else
+          to = dequantize_eight<KernelElement, KernelStored>(stored[i]);
       }
     }
   }

@@ -9,7 +9,7 @@
 // Tiles of long row groups have been dequantized before (dequantized_kv.h), and are only loaded.
 //
 // Row tiles of 16 rows take their tiles as they are stored, and dequantize them in registers, unless a variant
-// transforms them. Their tiles take one stage.
+// transforms them, or their rows have scales (TokenScales). Their tiles take one stage.
 #pragma once
 
 #include "attention/feed/kv_copiers.cuh"
@@ -31,6 +31,8 @@ class InPlaceDequantizer {
   using Place = typename Shared::KvPlace;
   using Share = KvShare<Traits>;
   static constexpr int kTileParts = Shared::kTileParts, kParts = Shared::kParts;
+  static constexpr int kLaneRows = Share::kLaneTokens;  // of a tile
+  static constexpr bool kHasScales = Traits::Variant::kHasTokenScales;
   static_assert(Shared::kKvParts % kTileParts == 0, "a tile's stages lie together");
 
   __device__ __forceinline__ InPlaceDequantizer(const Shared& shared, const Share& share)
@@ -96,7 +98,7 @@ class InPlaceDequantizer {
  private:
   /// Called when the warp has filled its share of a tile, or has told the barrier how many bytes will arrive.
   __device__ __forceinline__ void arrive_full(int part) const {
-    constexpr int kArrivals = Copier::kGathers ? 32 : 1;  // as many as without dequantization
+    constexpr int kArrivals = Copier::kArrivals;  // as many as without dequantization
     // Consumers wait only for the first stage's parts.
     if constexpr (kTileParts > kParts) Shared::arrive_as_warp(shared_.kv_full(part + kParts), kArrivals);
     Shared::arrive_as_warp(shared_.kv_full(part), kArrivals);
@@ -129,11 +131,11 @@ class InPlaceDequantizer {
     ptx::mbarrier_wait(barrier(load), load / kStoredBarriers & 1);
     char* const tile = shared_.kv(part);
     if constexpr (Traits::Shape::kQk == Traits::Shape::kV) {
-      dequantize_rows<KTile<Traits>, WgmmaKTile<Traits>>(tile);
+      dequantize_rows<KTile<Traits>, WgmmaKTile<Traits>>(tile, part);
     } else if (share_.is_v) {
-      dequantize_rows<VTile<Traits>, WgmmaVTile<Traits>>(tile);
+      dequantize_rows<VTile<Traits>, WgmmaVTile<Traits>>(tile, part);
     } else {
-      dequantize_rows<KTile<Traits>, WgmmaKTile<Traits>>(tile);
+      dequantize_rows<KTile<Traits>, WgmmaKTile<Traits>>(tile, part);
     }
     ptx::fence_async_proxy();  // before wgmma reads it, and TMA writes it again
     arrive_full(part);
@@ -142,8 +144,7 @@ class InPlaceDequantizer {
   /// A lane takes whole rows: no other lane reads what it writes over. Eight lanes access a chunk of eight rows, in
   /// different banks. The lane takes one piece after another: of its rows, or of its row's pairs of blocks.
   template <class Stored, class Wide>
-  __device__ __forceinline__ void dequantize_rows(char* tile) const {
-    constexpr int kLaneRows = Share::kTokens / 32;
+  __device__ __forceinline__ void dequantize_rows(char* tile, int part) const {
     constexpr int kBlocks = Wide::kBlocks % 2 == 0 ? 2 : Wide::kBlocks;  // of a piece
     constexpr int kPieces = kLaneRows * (Wide::kBlocks / kBlocks);
     constexpr uint32_t kNextPiece = kLaneRows > 1 ? 32 * Wide::kRowBytes : kBlocks * Wide::kBlockBytes;
@@ -154,6 +155,12 @@ class InPlaceDequantizer {
     // all read before the first is written over.
     constexpr int kAhead = kBlocks % 2 == 1 ? 4 : leaves_registers(Traits::Shape::kDims.widest()) ? 2 : 1;
     static_assert(kChunks % kAhead == 0, "a chunk has one place in bytes");
+    float scales[kLaneRows];
+    if constexpr (kHasScales) {
+#pragma unroll
+      for (int i = 0; i < kLaneRows; ++i)
+        scales[i] = __uint_as_float(ptx::load_word(share_.token_scale(shared_, part, ptx::lane_id() + 32 * i)));
+    }
     const auto read = [&](uint32_t piece, int chunk) {
       return *reinterpret_cast<const uint4*>(tile + (piece ^ chunk % 8 << 4) +
                                              target_block(chunk / 8, true, kBlocks) * Stored::kBlockBytes);
@@ -172,17 +179,23 @@ class InPlaceDequantizer {
           bytes[chunk % kAhead] = read(piece, next);
         else if (i + 1 < kPieces)
           bytes[chunk % kAhead] = read(piece + kNextPiece, next - kChunks);
+        float scale = 1.0f;
+        if constexpr (kHasScales) scale = kLaneRows > 1 && i > 0 ? scales[kLaneRows - 1] : scales[0];
         store_sixteen<typename Wide::Element, typename Stored::Element>(
-            tile, (piece ^ chunk % 4 << 5) + chunk / 4 * Wide::kBlockBytes, now);
+            tile, (piece ^ chunk % 4 << 5) + chunk / 4 * Wide::kBlockBytes, now, scale);
       }
     }
   }
 
-  /// Dequantizes sixteen numbers to two neighboring chunks.
+  /// Dequantizes sixteen numbers to two neighboring chunks. `scale`: their TokenScales', if they have any.
   template <class Element, class Stored>
-  __device__ __forceinline__ static void store_sixteen(char* tile, uint32_t target, const uint4& bytes) {
-    *reinterpret_cast<uint4*>(tile + target) = dequantize_eight<Element, Stored>(make_uint2(bytes.x, bytes.y));
-    *reinterpret_cast<uint4*>(tile + (target ^ 16)) = dequantize_eight<Element, Stored>(make_uint2(bytes.z, bytes.w));
+  __device__ __forceinline__ static void store_sixteen(char* tile, uint32_t target, const uint4& bytes, float scale) {
+    const auto wide = [&](uint32_t first, uint32_t second) {
+      if constexpr (kHasScales) return dequantize_eight<Element, Stored>(make_uint2(first, second), scale);
+      return dequantize_eight<Element, Stored>(make_uint2(first, second));
+    };
+    *reinterpret_cast<uint4*>(tile + target) = wide(bytes.x, bytes.y);
+    *reinterpret_cast<uint4*>(tile + (target ^ 16)) = wide(bytes.z, bytes.w);
   }
 
   const Shared& shared_;

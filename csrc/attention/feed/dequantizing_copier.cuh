@@ -26,6 +26,7 @@ namespace attn::feed {
 template <class Traits, int kCtas = 1>
 struct DequantizingCopier {
   static constexpr bool kGathers = true;
+  static constexpr int kArrivals = 32;
   using Shared = SharedMemory<Traits>;
   using Stored = typename Traits::StoredElement;
   using Tile = KTile<Traits>;

@@ -32,6 +32,7 @@ template <class Traits>
 struct KvShare {
   using Shared = SharedMemory<Traits>;
   static constexpr int kTokens = Traits::kTuning.kv_tile / 2;
+  static constexpr int kLaneTokens = ceil_div(kTokens, 32);
   static constexpr int kMaxBlocks = max_of(KTile<Traits>::kBlocks, VTile<Traits>::kBlocks);
   /// With wide heads: the blocks in the first part of a stage.
   static constexpr int kLeftBlocks = VTile<Traits>::kBlocks / 2;
@@ -46,6 +47,19 @@ struct KvShare {
         part(Traits::kDequantizesOnLoad ? 0
                                         : warp % 2 * Shared::kParts +
                                               (is_wide(Traits::Shape::kDims) ? 0 : first_token / Shared::kPartTokens)) {
+  }
+
+  /// Starts to copy the TokenScales of token number `number` of the share to their place next to part number `part`.
+  __device__ __forceinline__ void copy_token_scale(const AttentionParams& params, const Shared& shared, int part,
+                                                   int number, SlotPlace token, bool exists, int32_t head) const {
+    const auto& scales = params.variant.template as<typename Traits::Variant::Params>().scales;
+    const TokenScales& of_tensor = is_v ? scales.v : scales.k;
+    ptx::cp_async_4_or_zero(token_scale(shared, part, number),
+                            &of_tensor.of(exists ? token : SlotPlace{0, 0}, exists ? head : 0), exists);
+  }
+  /// The address of that place.
+  __device__ __forceinline__ uint32_t token_scale(const Shared& shared, int part, int number) const {
+    return shared.token_scales(part) + (first_token % Shared::kPartTokens + number) * 4;
   }
 
   /// Blocks of columns of a row that has been dequantized.
@@ -64,6 +78,7 @@ struct KvShare {
 template <class Traits>
 struct BoxCopier {
   static constexpr bool kGathers = false;
+  static constexpr int kArrivals = Traits::Variant::kHasTokenScales ? 32 : 1;  // of a warp at a barrier
   using Shared = SharedMemory<Traits>;
   using Tile = KTile<Traits>;  // V tiles have K's layout, but may have another number of blocks
   const TmaParams& params;
@@ -113,17 +128,50 @@ struct BoxCopier {
     const int lane = ptx::lane_id();
     const uint32_t full = stored != 0 ? stored : shared.kv_full(part);
     const uint32_t boxes = __popc(__ballot_sync(0xffffffffu, box.wanted));
-    if (lane == 0) ptx::mbarrier_arrive_expect(full, boxes * params.box_tokens * share.row_bytes(kFirst, kEnd));
+    const uint32_t bytes = boxes * params.box_tokens * share.row_bytes(kFirst, kEnd);
+    if constexpr (kArrivals > 1) {
+      if (lane == 0) ptx::mbarrier_expect(full, bytes);
+    } else {
+      if (lane == 0) ptx::mbarrier_arrive_expect(full, bytes);
+    }
     __syncwarp();
-    if (!box.wanted) return;
+    if (box.wanted) copy_blocks<kFirst, kEnd>(shared, box, head, part, policy, full, stored != 0);
+    if constexpr (kArrivals > 1) {
+      copy_token_scales(shared, box, head, part);
+      ptx::mbarrier_arrive_after_cp_async(full);
+    }
+  }
+
+ private:
+  template <int kFirst, int kEnd>
+  __device__ __forceinline__ void copy_blocks(const Shared& shared, const Box& box, int32_t head, int part,
+                                              ptx::CachePolicy policy, uint32_t full, bool spreads) const {
+    const int lane = ptx::lane_id();
     const uint32_t target =
         ptx::shared_address(shared.kv(part)) + (share.first_token + lane * params.box_tokens) * Tile::kRowBytes;
     const TensorMap& map = share.is_v ? params.v : params.k;
 #pragma unroll
     for (int block = kFirst; block < kEnd; ++block) {
       if (block >= share.blocks()) break;
-      ptx::copy_box(target + target_block(block, stored != 0, share.wide_blocks()) * Tile::kBlockBytes, map, full,
+      ptx::copy_box(target + target_block(block, spreads, share.wide_blocks()) * Tile::kBlockBytes, map, full,
                     block * Tile::kBoxColumns, box.row, head, box.page, policy);
+    }
+  }
+
+  /// Lane i copies the scales of tokens i and i + 32.
+  __device__ __forceinline__ void copy_token_scales(const Shared& shared, const Box& box, int32_t head,
+                                                    int part) const {
+    const AttentionParams& attention = params.attention;
+    const bool is_flat = attention.page_size.divisor == 1;  // boxes then go through pages of one token
+#pragma unroll
+    for (int i = 0; i < KvShare<Traits>::kLaneTokens; ++i) {
+      const int number = ptx::lane_id() + 32 * i;
+      const int lane = number >> (__ffs(params.box_tokens) - 1);  // it is a power of two
+      const int32_t row = __shfl_sync(0xffffffffu, box.row, lane) + (number & (params.box_tokens - 1));
+      const int32_t page = __shfl_sync(0xffffffffu, box.page, lane);
+      const bool exists = __shfl_sync(0xffffffffu, box.wanted, lane);
+      const SlotPlace token{min_of(is_flat ? row : page, attention.num_pages - 1), is_flat ? 0 : row};
+      share.copy_token_scale(attention, shared, part, number, token, exists, head);
     }
   }
 };
@@ -132,9 +180,10 @@ struct BoxCopier {
 template <class Traits>
 struct RowCopier {
   static constexpr bool kGathers = true;
+  static constexpr int kArrivals = 32;
   using Shared = SharedMemory<Traits>;
   using Tile = KTile<Traits>;  // V tiles have K's layout, but may have another number of blocks
-  static constexpr int kLaneTokens = KvShare<Traits>::kTokens / 32;
+  static constexpr int kLaneTokens = KvShare<Traits>::kLaneTokens;
   static constexpr bool kFindsRuns = Traits::kTuning.finds_runs;
   const TmaParams& params;
   const KvShare<Traits>& share;
@@ -160,6 +209,7 @@ struct RowCopier {
     uint32_t begin[kLaneTokens];
     int32_t first;  // of the run
     bool is_run;
+    SlotPlace tokens[kLaneTokens];  // if they have TokenScales
   };
   static constexpr uint32_t kNotWanted = 0xffffffff;
 
@@ -178,6 +228,7 @@ struct RowCopier {
       is_apart |= wanted[i] && page - lane - 32 * i != rows.first;
       if (!wanted[i]) continue;
       const int32_t in_page = params.attention.page_size.modulo(token + 32 * i);
+      if constexpr (Traits::Variant::kHasTokenScales) rows.tokens[i] = SlotPlace{page, in_page};
       rows.begin[i] =
           static_cast<uint32_t>((page * tensor.page_stride + in_page * tensor.token_stride) >> params.unit_shift);
     }
@@ -199,6 +250,12 @@ struct RowCopier {
       } else {
         gather<KTile<Traits>, kFirst, kEnd>(shared, rows, head, part, stored != 0);
       }
+    }
+    if constexpr (Traits::Variant::kHasTokenScales) {
+#pragma unroll
+      for (int i = 0; i < kLaneTokens; ++i)
+        share.copy_token_scale(params.attention, shared, part, ptx::lane_id() + 32 * i, rows.tokens[i],
+                               rows.begin[i] != kNotWanted, head);
     }
     // wgmma reads what cp.async has written, ordered only by the barrier (ADR 17).
     ptx::mbarrier_arrive_after_cp_async(stored != 0 ? stored : shared.kv_full(part));

@@ -143,18 +143,20 @@ __device__ __forceinline__ uint32_t multiplied_address(uint32_t tile) {
 }
 
 /// Dequantizes the tokens of a KV tile that a warp multiplies, by those that transform_tokens() takes. Then these may
-/// read them.
+/// read them. `scales`: TokenScales of the tile.
 template <class Traits, class Stored, class Staged, class Layout, int kKvTile>
-__device__ __forceinline__ void stage_tokens(const char* tile, char* staged, const Layout& warp) {
+__device__ __forceinline__ void stage_tokens(const char* tile, char* staged, const Layout& warp, const float* scales) {
   using Element = typename Traits::Element;
   using KvElement = typename Traits::KvElement;
+  constexpr bool kScales = Traits::Variant::kHasTokenScales;
   const TokenRange all{0, kKvTile};  // the loader has replaced missing tokens by visible ones
   if constexpr (Layout::kKvWarps == kWarps) {
-    dequantize_tile_rows<Stored, Staged, Element, KvElement, Layout::kTokens, 32>(
-        tile, warp.first_token, staged, warp.first_token, ptx::lane_id(), all);
+    dequantize_tile_rows<Stored, Staged, Element, KvElement, Layout::kTokens, 32, kScales>(
+        tile, warp.first_token, staged, warp.first_token, ptx::lane_id(), all, scales);
     __syncwarp();
   } else {
-    dequantize_tile_rows<Stored, Staged, Element, KvElement, kKvTile, kThreads>(tile, 0, staged, 0, threadIdx.x, all);
+    dequantize_tile_rows<Stored, Staged, Element, KvElement, kKvTile, kThreads, kScales>(tile, 0, staged, 0,
+                                                                                         threadIdx.x, all, scales);
     __syncthreads();
   }
 }
@@ -253,12 +255,14 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
     const uint32_t k_stage = kv + ring.pair * layout.pair_bytes;
     float s[Layout::kRowBlocks][Layout::kTokens / 8][4];
 
+    if constexpr (Variant::kHasTokenScales) loader.write_scales(0);
     ptx::cp_async_wait<kPending>();
     __syncthreads();  // K has arrived, and all warps have read the V stage before it
     loader.load_v(ring.tile + kPairs - 1, ring.pair == 0 ? kPairs - 1 : ring.pair - 1);
     char* const keys = shared + layout.kv + ring.pair * layout.pair_bytes;
     if constexpr (Traits::kDequantizesInTiles)
-      stage_tokens<Traits, KTile<Traits>, Keys, Layout, kKvTile>(keys, staged_tile<Traits>(), warp);
+      stage_tokens<Traits, KTile<Traits>, Keys, Layout, kKvTile>(keys, staged_tile<Traits>(), warp,
+                                                                 loader.tile_scales(0));
     transform_tokens<OfKey, Keys, Element, Layout, Shape::kQk, kKvTile>(multiplied_tile<Traits>(keys), warp, variant,
                                                                         tokens);
     const uint32_t k = multiplied_address<Traits>(k_stage) + first_key + Keys::columns_first(lane);
@@ -287,7 +291,7 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
     loader.load_k(ring.tile + kPairs, ring.pair);
     if constexpr (Traits::kDequantizesInTiles)
       stage_tokens<Traits, VTile<Traits>, Values, Layout, kKvTile>(keys + layout.k_stage_bytes, staged_tile<Traits>(),
-                                                                   warp);
+                                                                   warp, loader.tile_scales(1));
     transform_tokens<OfValue, Values, Element, Layout, Shape::kV, kKvTile>(
         multiplied_tile<Traits>(keys + layout.k_stage_bytes), warp, variant, tokens);
     const uint32_t v =
@@ -323,6 +327,7 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
   } else if constexpr (Layout::kKvWarps == 1) {
     write_warp_rows<Output, Layout::kFourColumns>(state, target, warp.first_row, shared + layout.q);
   } else {
+    if constexpr (Variant::kHasTokenScales && Layout::kKvWarps == kWarps) __syncthreads();  // all have read V's scales
     write_merged_warps<WholeBlock, Layout, Output::kHeadColumns, layout.kv - layout.q>(
         state, target, warp, 2, shared + layout.q, reinterpret_cast<float*>(shared + layout.row_states));
   }

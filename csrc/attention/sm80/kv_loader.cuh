@@ -129,6 +129,7 @@ struct KvLoader {
   int32_t entry;   // of the page table, for this thread's token
   bool more;       // the cursor is inside the interval
   bool published;  // value of `more` when addresses were last published: there is a KV tile to be copied
+  float scales[Traits::Variant::kHasTokenScales ? kPairs : 1] = {};  // of this thread's tokens, the next KV tile first
 
   __device__ __forceinline__ KvLoader(const AttentionParams& params_, const Visibility& first_visibility_,
                                       const WorkCursor& first, char* shared_)
@@ -165,9 +166,20 @@ struct KvLoader {
   __device__ __forceinline__ void load_v(int tile, int pair) {
     PageTableView table = page_table();  // read before the copies are issued, to hide its latency
     copy<VTile<Traits>>(1, tile & 1, pair);
+    if constexpr (Traits::Variant::kHasTokenScales) write_scales(1);
     publish(table, (tile + 1) & 1);
     if (advance() && kManyLevels) table = page_table();
     look_up(table);
+  }
+
+  /// TokenScales of K or V of the KV tile that is multiplied; written where its warps keep the state of rows at the end
+  /// of an item. K's are written before the barrier that K is waited for at, V's after it.
+  __device__ __forceinline__ float* tile_scales(int which) const {
+    return reinterpret_cast<float*>(shared + kLayout<Traits>.row_states) + which * kTokens;
+  }
+  __device__ __forceinline__ void write_scales(int which) const {
+    static_assert(kThreads == 2 * kTokens && 2 * kTokens == 2 * kWarps * 16, "a thread for each, and their room");
+    if (static_cast<int>(threadIdx.x) / kTokens == which) tile_scales(which)[threadIdx.x % kTokens] = scales[0];
   }
 
  private:
@@ -305,6 +317,7 @@ struct KvLoader {
   __device__ __forceinline__ void publish(const PageTableView& table, int parity) {
     const bool is_v = (kThreads == 2 * kTokens ? threadIdx.x : threadIdx.x % (2 * kTokens)) >= kTokens;
     int64_t address = reinterpret_cast<int64_t>(zero_row);
+    [[maybe_unused]] float scale = 0.0f;
     if (!sees_nothing()) {
       const int32_t wanted =
           table.indices == nullptr || table.entry_step == 1 ? entry : page_of_slot(entry, table.entry_step);
@@ -314,6 +327,17 @@ struct KvLoader {
       const int64_t element = page * tensor.page_stride + params.page_size.modulo(token()) * tensor.token_stride +
                               cursor.now.head * tensor.head_stride;
       address = reinterpret_cast<int64_t>(tensor.data) + element * Traits::StoredElement::kBytes;
+      if constexpr (Traits::Variant::kHasTokenScales) {
+        using VariantParams = typename Traits::Variant::Params;
+        const AttentionTokenScales& of_tokens = params.variant.template as<VariantParams>().scales;
+        scale =
+            (is_v ? of_tokens.v : of_tokens.k).of(SlotPlace{page, params.page_size.modulo(token())}, cursor.now.head);
+      }
+    }
+    if constexpr (Traits::Variant::kHasTokenScales) {
+#pragma unroll
+      for (int i = 0; i + 1 < kPairs; ++i) scales[i] = scales[i + 1];
+      scales[kPairs - 1] = scale;
     }
     const int row = threadIdx.x % kTokens;
     row_addresses(parity, is_v)[is_v ? Passes<VTile<Traits>>::number(row) : Passes<KTile<Traits>>::number(row)] =

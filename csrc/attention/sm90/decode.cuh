@@ -2,8 +2,9 @@
 // takes every other one, and a warpgroup's four warps share its tokens. The states of all eight warps merge in shared
 // memory at the end.
 //
-// Over an 8-bit cache, a warp dequantizes its tokens in registers. If a variant transforms them, the producer has
-// dequantized them in the ring (dequantizer.cuh). The warp transforms and multiplies them there.
+// Over an 8-bit cache, a warp dequantizes its tokens in registers. TokenScales multiply scores and probabilities. If a
+// variant transforms them, the producer has dequantized them in the ring (dequantizer.cuh). The warp transforms and
+// multiplies them there.
 #pragma once
 
 #include "attention/sm90/consumer.cuh"
@@ -22,6 +23,8 @@ struct DecodeSwitches {
   static constexpr bool kSkipsTiles = Traits::Variant::kSkipsTiles;    // variants with sparse masks
   static constexpr bool kRewritesQuery = Traits::kRewritesQuery;       // Q hooks, Q of another 16-bit type
   static constexpr bool kDequantizesInRegisters = Traits::kDequantizesInRegisters;  // 8-bit caches without transforms
+  static constexpr bool kHasTokenScales = Traits::kSharesTokenScales;  // caches with a scale for each token
+  static constexpr bool kMayKeepSums = !kHasTokenScales || Traits::Shape::kQk <= 64;  // registers are few
   static constexpr bool kSharesTiles = SharedMemory<Traits>::kParts == 2;  // KV tiles of 128 tokens: narrow heads
 };
 
@@ -106,9 +109,11 @@ struct Decode {
       uint32_t p[1][kTokens / 8][2];
       const uint32_t k = ptx::shared_address(shared.kv(keys.index)) + row * Keys::kRowBytes + Keys::columns_first(lane);
       if constexpr (Switches::kDequantizesInRegisters) {
-        state.template dequantized_scores<kQkColumns, kTokens, Keys, KvElement>(
+        state.template dequantized_scores<kQkColumns, kTokens, Keys, KvElement, Switches::kMayKeepSums>(
             s, [&](int, int d, uint32_t (&a)[4]) { held.get(a, q, d); }, k);
         held.finish(s);
+        if constexpr (Switches::kHasTokenScales)
+          multiply_columns(s, shared.token_scales(keys.index) + warp.first_token * 4);
       } else {
         state.template scores<kQkColumns, kTokens, Query, Keys>(s, q, k);
       }
@@ -117,10 +122,14 @@ struct Decode {
 
       // P = softmax(S)
       scores.finish(item, s, 0, token, constants, rows);
-      if constexpr (Switches::kUsesSoftmax)
+      if constexpr (Switches::kHasTokenScales) {
+        shared.wait_kv_full(values);
+        scale_probabilities(state, s, p, shared.token_scales(values.index) + warp.first_token * 4);
+      } else if constexpr (Switches::kUsesSoftmax) {
         state.update(s, p);
-      else
+      } else {
         State::pack_weights(s, p);
+      }
 
       // O += P V
       shared.wait_kv_full(values);
@@ -145,6 +154,47 @@ struct Decode {
     const ItemTarget<Traits> target(params, item, Shared::requests(item));
     write_merged_warps<Consumers, Layout, OTile<Traits>::kHeadColumns, Shared::kLayout.q_stage_bytes>(
         state, target, warp, halves, shared.q(q_stage), shared.row_states());
+  }
+
+  /// The lane's columns of `scales`, which are in shared memory.
+  template <int kBlocks>
+  __device__ __forceinline__ static void load_scales(float2 (&pairs)[kBlocks], uint32_t scales) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      uint32_t words[2];
+      ptx::load_words(words, scales + (8 * n + ptx::lane_id() % 4 * 2) * 4);
+      pairs[n] = make_float2(__uint_as_float(words[0]), __uint_as_float(words[1]));
+    }
+  }
+
+  template <int kBlocks>
+  __device__ __forceinline__ static void multiply_columns(float (&s)[1][kBlocks][4], uint32_t scales) {
+    float2 pairs[kBlocks];
+    load_scales(pairs, scales);
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      s[0][n][0] *= pairs[n].x;
+      s[0][n][1] *= pairs[n].y;
+      s[0][n][2] *= pairs[n].x;
+      s[0][n][3] *= pairs[n].y;
+    }
+  }
+
+  /// P = softmax(S) times V's TokenScales. Tokens that no row sees may have NaN as scales.
+  template <int kBlocks>
+  __device__ __forceinline__ static void scale_probabilities(State& state, float (&s)[1][kBlocks][4],
+                                                             uint32_t (&p)[1][kBlocks][2], uint32_t scales) {
+    if constexpr (!Switches::kUsesSoftmax) {
+      multiply_columns(s, scales);
+      return State::pack_weights(s, p);
+    }
+    constexpr float kSmallest = 1e-30f;
+    float2 weights[kBlocks];
+    load_scales(weights, scales);
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n)
+      weights[n] = make_float2(fmaxf(weights[n].x, kSmallest), fmaxf(weights[n].y, kSmallest));
+    state.update(s, p, weights);
   }
 
   /// Transforms the warp's rows of the tile at `part`, from `row` on. `token`: of the first.

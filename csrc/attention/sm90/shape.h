@@ -194,7 +194,12 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, KvForm kv = 2) {
        .has_third_consumer = true},
   };
   if (kv.multiplies_float8) return first_for(kMultipliedTunings, dims);
-  return kv.element_bytes == 1 ? first_for(kFloat8Tunings, dims) : first_for(kTunings, dims);
+  if (kv.element_bytes != 1) return first_for(kTunings, dims);
+  Tuning tuning = first_for(kFloat8Tunings, dims);
+  if (!kv.has_token_scales) return tuning;
+  tuning.has_token_scales = true;
+  if (tuning.dequantized_stages == 2) tuning.kv_stages = 8;  // two fewer: there is no room for more
+  return tuning;
 }
 
 /// KernelDesign::min_dequantized_rows (ADR 54).
@@ -228,7 +233,10 @@ static_assert(shared_layout(64).bytes <= 227 * 1024 && shared_layout(128).bytes 
                   shared_layout(512, 1).bytes <= 227 * 1024 &&
                   shared_layout(HeadDims(576, 512), 1).bytes <= 227 * 1024 &&
                   shared_layout(64, KvForm(1, true)).bytes <= 227 * 1024 &&
-                  shared_layout(128, KvForm(1, true)).bytes <= 227 * 1024,
+                  shared_layout(128, KvForm(1, true)).bytes <= 227 * 1024 &&
+                  shared_layout(64, KvForm(1, false, true)).bytes <= 227 * 1024 &&
+                  shared_layout(128, KvForm(1, false, true)).bytes <= 227 * 1024 &&
+                  shared_layout(256, KvForm(1, false, true)).bytes <= 227 * 1024,
               "a block's limit");
 
 }  // namespace attn::sm90

@@ -24,12 +24,15 @@ struct HopperTraits : Kernel {
                                             multiplies_float8(Shape::kDims) && Kernel::Variant::kUsesSoftmax &&
                                             !Hooks::kQuery && !Kernel::kTransformsCache;
   static constexpr Tuning kTuningOfShape =
-      tuning(Shape::kDims, KvForm(Kernel::StoredElement::kBytes, kMultipliesFloat8));
+      tuning(Shape::kDims, KvForm(Kernel::StoredElement::kBytes, kMultipliesFloat8, Kernel::Variant::kHasTokenScales));
   /// The producer dequantizes tiles of 8-bit caches in the ring (feed/dequantizer.cuh).
   static constexpr bool kDequantizesInFeed = kTuningOfShape.dequantized_stages > 0;
   /// Also of row tiles for mma.sync, because a variant transforms them. Other tiles for mma.sync stay as they are
   /// stored, and are dequantized in registers.
   static constexpr bool kFeedsAll = kDequantizesInFeed && Kernel::kTransformsCache;
+  static constexpr bool kDequantizesInRegisters = kDequantizesInFeed ? !kFeedsAll : Kernel::kDequantizesInRegisters;
+  /// TokenScales of tiles that are dequantized in registers lie next to them in shared memory.
+  static constexpr bool kSharesTokenScales = Kernel::Variant::kHasTokenScales && kDequantizesInRegisters;
   /// K and V are transformed in the ring while the tiles before them are multiplied (prepared_tiles.cuh). Not where the
   /// ring may have fewer than four tiles in use (Tuning::max_parts_in_flight): this needs two tiles after those that
   /// are multiplied. There registers are scarce, too. Not where the producer dequantizes either: it needs them.

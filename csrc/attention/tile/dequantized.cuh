@@ -8,14 +8,25 @@
 
 namespace attn {
 
-// ---- From one tile of shared memory to another: rows that a variant transforms, in the generic kernel ----
+/// Dequantizes sixteen stored numbers to two chunks of Element, times `scale`.
+template <class Element, class Stored>
+__device__ __forceinline__ void dequantize_sixteen(const uint4& bytes, float scale, uint4 (&wide)[2]) {
+  const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    wide[i] = dequantize_eight<Element, Stored>(make_uint2(words[2 * i], words[2 * i + 1]), scale);
+}
+
+// ---- From one tile of shared memory to another: rows that a variant transforms, or that have scales, in the generic
+// kernel ----
 
 /// Dequantizes rows [row, row + kRows) of `from` to rows [to_row, to_row + kRows) of `to`; `thread` of kThreads. Rows
 /// outside of `readable` become zeros: the cache may hold NaN there, which must not reach the output. Columns after the
-/// head's that are multiplied are dequantized, too. Stored, Wide: the tiles.
-template <class Stored, class Wide, class Element, class KvElement, int kRows, int kThreads>
+/// head's that are multiplied are dequantized, too. Stored, Wide: the tiles. `scales`: of the rows of `from`, if
+/// kScales.
+template <class Stored, class Wide, class Element, class KvElement, int kRows, int kThreads, bool kScales = false>
 __device__ __forceinline__ void dequantize_tile_rows(const char* from, int row, char* to, int to_row, int thread,
-                                                     const TokenRange& readable) {
+                                                     const TokenRange& readable, const float* scales = nullptr) {
   constexpr int kChunks = ceil_div(Stored::kHeadBytes, 16);  // of 16 elements
 #pragma unroll 1
   for (int i = thread; i < kRows * kChunks; i += kThreads) {
@@ -23,31 +34,19 @@ __device__ __forceinline__ void dequantize_tile_rows(const char* from, int row, 
     uint4 bytes = *reinterpret_cast<const uint4*>(from + Stored::offset(row + row_index, chunk));
     if (row + row_index < readable.begin || row + row_index >= readable.end) bytes = make_uint4(0, 0, 0, 0);
     const uint32_t target = Wide::offset(to_row + row_index, chunk * 2);
-    *reinterpret_cast<uint4*>(to + target) = dequantize_eight<Element, KvElement>(make_uint2(bytes.x, bytes.y));
-    *reinterpret_cast<uint4*>(to + (target ^ 16)) = dequantize_eight<Element, KvElement>(make_uint2(bytes.z, bytes.w));
+    uint4 wide[2];
+    if constexpr (kScales) {
+      dequantize_sixteen<Element, KvElement>(bytes, scales[row + row_index], wide);
+    } else {
+      wide[0] = dequantize_eight<Element, KvElement>(make_uint2(bytes.x, bytes.y));
+      wide[1] = dequantize_eight<Element, KvElement>(make_uint2(bytes.z, bytes.w));
+    }
+    *reinterpret_cast<uint4*>(to + target) = wide[0];
+    *reinterpret_cast<uint4*>(to + (target ^ 16)) = wide[1];
   }
 }
 
 // ---- From global to shared memory: wide heads, whose tiles leave no room for a second form ----
-
-/// Dequantizes sixteen stored numbers to two chunks of Element, times `scale`.
-template <class Element, class Stored>
-__device__ __forceinline__ void dequantize_sixteen(const uint4& bytes, float scale, uint4 (&wide)[2]) {
-  const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    uint32_t pairs[2][2];
-#pragma unroll
-    for (int w = 0; w < 2; ++w) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t pair = Stored::to_f16(static_cast<uint16_t>(words[2 * i + w] >> 16 * half));
-        pairs[w][half] = Element::pack(Float16::unpack(pair) * scale, Float16::unpack(pair >> 16) * scale);
-      }
-    }
-    wide[i] = make_uint4(pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1]);
-  }
-}
 
 /// A row in global memory, which four lanes load piece by piece: of each block of 64 columns a lane loads the 16 of its
 /// `quarter`. The block of the rotated part may be stored in the type that is multiplied; it then has two pieces.

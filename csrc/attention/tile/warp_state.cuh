@@ -95,13 +95,13 @@ struct WarpState {
   /// The same with K of an 8-bit cache, which is dequantized on the way. A lane gets words of K with four neighboring
   /// columns: it uses the first two as its columns of the first half of a product's depth, the others as those of the
   /// second half. `query(b, d, a)` loads Q in the same order: rows of block b, columns from 16 * d on (load_query()).
-  /// `k`: as in scores().
-  template <int kQkColumns, int kTokens, class KTile, class KvElement, class Query>
+  /// `k`: as in scores(). kMayKeepSums: there are registers for two sums.
+  template <int kQkColumns, int kTokens, class KTile, class KvElement, bool kMayKeepSums = true, class Query>
   __device__ __forceinline__ void dequantized_scores(float (&s)[kRowBlocks][kTokens / 8][4], const Query& query,
                                                      uint32_t k) const {
     set_to_zero(s);
     constexpr int kFragments = kTokens / 16;
-    constexpr bool kTwoSums = kRowBlocks * kFragments == 1 && leaves_registers(kColumns);
+    constexpr bool kTwoSums = kMayKeepSums && kRowBlocks * kFragments == 1 && leaves_registers(kColumns);
     constexpr int kLoads = ceil_div(kQkColumns, 32) * kFragments;
     float other[2][4] = {};
     constexpr int kBuffers = kRowBlocks == 1 ? 2 : 1;  // the next words, where there are registers for them
@@ -213,6 +213,35 @@ struct WarpState {
           sum[b][half] += first + second;
           p[b][n][half] = Element::pack(first, second);
         }
+      }
+    }
+  }
+
+  /// The same, but packs probabilities times weights of their columns, which are above 0. Probabilities are relative to
+  /// the largest product, so that it is about 1, whatever the weights are. weights[n]: of this lane's columns in block
+  /// n.
+  template <int kBlocks>
+  __device__ __forceinline__ void update(float (&s)[1][kBlocks][4], uint32_t (&p)[1][kBlocks][2],
+                                         const float2 (&weights)[kBlocks]) {
+    const float per_score = __fdividef(1.0f, scale);
+    float weighted[kBlocks][4];  // scores with the logarithms of weights
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      const float first = ptx::lg2(weights[n].x), second = ptx::lg2(weights[n].y);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) weighted[n][c] = (c % 2 == 0 ? first : second) * per_score + s[0][n][c];
+    }
+    float correction[2];
+    if (raise_maximum(0, weighted, correction)) scale_output(0, correction);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float relative_to = base(0, half);
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) {
+        const float first = ptx::ex2(s[0][n][2 * half] * scale - relative_to);
+        const float second = ptx::ex2(s[0][n][2 * half + 1] * scale - relative_to);
+        sum[0][half] += first + second;
+        p[0][n][half] = Element::pack(first * weights[n].x, second * weights[n].y);
       }
     }
   }

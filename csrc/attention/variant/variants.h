@@ -124,6 +124,7 @@ struct VariantBase {
   static constexpr bool kHasScales = false;
   static constexpr bool kHasQueryScale = false;
   static constexpr bool kLoadsScaled = false;
+  static constexpr bool kHasTokenScales = false;
   static constexpr bool kIsStandard = false;
   static constexpr bool kMaskReadsHead = true;  // false: mask() is the same for all heads
   static constexpr bool kSkipsTiles = false;    // true: plan looks for holes in what mask() lets rows see, and KV tiles
@@ -176,7 +177,20 @@ struct WithScaledLoads : Variant {
   ATTN_HD WithScaledLoads(const Params& params, int32_t kv_head) : Variant(params.variant, kv_head) {}
 };
 
-/// Where the variant's Params lie in the Params of WithScales and WithScaledLoads.
+/// A variant over a cache with TokenScales: rows of K and V are multiplied by them where they are dequantized.
+template <class Variant>
+struct WithTokenScales : Variant {
+  static constexpr bool kHasTokenScales = true;
+
+  struct Params {
+    AttentionTokenScales scales;
+    typename Variant::Params variant;
+  };
+
+  ATTN_HD WithTokenScales(const Params& params, int32_t kv_head) : Variant(params.variant, kv_head) {}
+};
+
+/// Where the variant's Params lie in the Params of the three.
 constexpr int32_t kScalesBytes = sizeof(AttentionScales);
 
 /// The variant that a cache's scales were added to.

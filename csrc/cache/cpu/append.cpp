@@ -70,11 +70,11 @@ class TokenWriter {
     for (int32_t head = 0; head < p_.num_kv_heads; ++head) {
       load(p_.k, token, head);
       finish(p_.k_norm, true);
-      store_cached(p_.k_cache, place, head, p_.scales.k);
+      store_cached(p_.k_cache, place, head, p_.scales.k, p_.k_token_scales);
       if (p_.v.data == nullptr) continue;
       load(p_.v, token, head);
       finish(nullptr, false);
-      store_cached(p_.v_cache, place, head, p_.scales.v);
+      store_cached(p_.v_cache, place, head, p_.scales.v, p_.v_token_scales);
     }
   }
 
@@ -132,10 +132,17 @@ class TokenWriter {
     for (size_t i = 0; i < head_.size(); ++i) from_float(change(head_[i]), to[i]);
   }
 
-  void store_cached(const KvTensor& cache, SlotPlace place, int32_t head, const KvScale& scales) {
+  void store_cached(const KvTensor& cache, SlotPlace place, int32_t head, const KvScale& scales,
+                    const TokenScales& token_scales) {
     using Other = OtherElement<Element>;
     const int64_t at = cache.element(place, head);
-    const float scale = scales.of(0, head);
+    float scale = scales.of(0, head);
+    if (token_scales.exist()) {
+      float largest = 0.0f;
+      for (const float x : head_) largest = std::fmax(largest, std::fabs(x));
+      scale = token_scale(largest, p_.scales.element);
+      token_scales.write(place, head, scale);
+    }
     const auto divide = [&](float x) { return x / scale; };
     // What exceeds the largest float16 becomes that, as on a GPU.
     const auto limit = [](float x) { return is_same<Other, Half> ? finite_half(x) : x; };
@@ -148,6 +155,8 @@ class TokenWriter {
         return store<Float8E4M3>(cache.data, at, divide);
       case DataType::kFloat8E5M2:
         return store<Float8E5M2>(cache.data, at, divide);
+      case DataType::kInt8:
+        return store<Int8>(cache.data, at, divide);
       case DataType::kScaledLatent:
         return;  // its rows are not heads
     }

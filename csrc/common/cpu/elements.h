@@ -24,6 +24,10 @@ struct Float8E5M2 {
   uint8_t bits;
 };
 
+struct Int8 {
+  int8_t value;
+};
+
 /// The other 16-bit type; of float, itself.
 template <class Element>
 using OtherElement = typename Conditional<is_same<Element, Half>, BFloat16,
@@ -63,10 +67,16 @@ ATTN_HD float to_float(Float8E5M2 x) {
   const uint32_t special = magnitude >= 0x7cu ? 0x7f800000u : 0u;  // infinity and NaN have the largest exponent
   return bits_float(float_bits(bits_float(magnitude << 21) * 0x1p112f) | special | (x.bits & 0x80u) << 24);
 }
+ATTN_HD float to_float(Int8 x) { return static_cast<float>(x.value); }
 
 // Rounds to nearest even; larger numbers become the largest one, NaN stays NaN.
 ATTN_HD void from_float(float x, Float8E4M3& result) { result.bits = static_cast<uint8_t>(e4m3_bits(x)); }
 ATTN_HD void from_float(float x, Float8E5M2& result) { result.bits = static_cast<uint8_t>(e5m2_bits(x)); }
+/// NaN becomes 0.
+ATTN_HD void from_float(float x, Int8& result) {
+  constexpr float kRoundsToInteger = 12582912.0f;  // 1.5 * 2^23
+  result.value = x == x ? static_cast<int8_t>(clamp(x, -127.0f, 127.0f) + kRoundsToInteger - kRoundsToInteger) : 0;
+}
 
 /// Limited to the finite numbers of Half; NaN stays NaN.
 ATTN_HD float finite_half(float x) {

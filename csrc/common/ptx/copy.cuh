@@ -31,6 +31,12 @@ __device__ __forceinline__ void cp_async_8_or_zero(uint32_t shared, const void* 
                : "memory");
 }
 
+/// Copies 4 bytes; if not `exists`, writes zeros and reads nothing.
+__device__ __forceinline__ void cp_async_4_or_zero(uint32_t shared, const void* global, bool exists) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(exists ? 4 : 0)
+               : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 /// Waits until at most kPending of this thread's commit groups are still under way.

@@ -65,7 +65,7 @@ __device__ __forceinline__ const char* advanced(const char* base, uint32_t count
   return pointer;
 }
 
-// --- conversion of pairs of 8-bit floating-point numbers to f16. All of them are f16 numbers, too.
+// --- conversion of pairs of 8-bit numbers to f16. All of them are f16 numbers, too.
 
 /// Two e4m3 numbers, the first in the lower byte.
 __device__ __forceinline__ uint32_t f16_of_e4m3(uint16_t pair) {
@@ -86,6 +86,21 @@ __device__ __forceinline__ uint32_t f16_of_e4m3(uint16_t pair) {
 
 /// Two e5m2 numbers: the upper bytes of f16 numbers.
 __device__ __forceinline__ uint32_t f16_of_e5m2(uint16_t pair) { return __byte_perm(pair, 0, 0x1404); }
+
+/// Two int8 numbers: 128 more than each are the lowest bits of a number from 1024 on.
+__device__ __forceinline__ uint32_t f16_of_int8(uint16_t pair) {
+  uint32_t d;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(__byte_perm(pair ^ 0x8080u, 0x64, 0x4140)), "r"(0x64806480u));
+  return d;
+}
+
+/// The nearest integers, to even among equals; the largest for what is larger; 0 for NaN. `low` in the lower byte.
+__device__ __forceinline__ uint16_t pack_int8(float low, float high) {
+  uint32_t bytes[2];
+  asm("cvt.rni.sat.s8.f32 %0, %1;" : "=r"(bytes[0]) : "f"(low));
+  asm("cvt.rni.sat.s8.f32 %0, %1;" : "=r"(bytes[1]) : "f"(high));
+  return static_cast<uint16_t>(__byte_perm(bytes[0], bytes[1], 0x7740));
+}
 
 /// The nearest e4m3 numbers, to even among equals; the largest for what is larger. `low` in the lower byte.
 __device__ __forceinline__ uint16_t pack_e4m3(float low, float high) {

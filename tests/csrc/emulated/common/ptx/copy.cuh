@@ -68,6 +68,10 @@ inline void cp_async_8_or_zero(uint32_t shared, const void* global, bool exists)
   copy_later(shared, exists ? global : nullptr, 8);
 }
 
+inline void cp_async_4_or_zero(uint32_t shared, const void* global, bool exists) {
+  copy_later(shared, exists ? global : nullptr, 4);
+}
+
 inline void cp_async_commit() { own_copies().groups.push_back(own_copies().all.size()); }
 
 template <int kPending>

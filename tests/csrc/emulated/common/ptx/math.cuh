@@ -46,6 +46,17 @@ uint32_t f16_of_pair(uint16_t pair) {
 inline uint32_t f16_of_e4m3(uint16_t pair) { return f16_of_pair<cpu::Float8E4M3>(pair); }
 inline uint32_t f16_of_e5m2(uint16_t pair) { return f16_of_pair<cpu::Float8E5M2>(pair); }
 
+inline uint32_t f16_of_int8(uint16_t pair) {
+  const auto wide = [](uint32_t byte) { return f16_of(static_cast<float>(static_cast<int8_t>(byte))); };
+  return wide(pair & 0xff) | wide(pair >> 8) << 16;
+}
+inline uint16_t pack_int8(float low, float high) {
+  const auto byte = [](float x) {
+    return x == x ? static_cast<uint8_t>(static_cast<int8_t>(std::nearbyint(clamp(x, -128.0f, 127.0f)))) : 0u;
+  };
+  return static_cast<uint16_t>(byte(high) << 8 | byte(low));
+}
+
 inline uint16_t pack_e4m3(float low, float high) {
   return static_cast<uint16_t>(e4m3_bits(high) << 8 | e4m3_bits(low));
 }

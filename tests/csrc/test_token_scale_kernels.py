@@ -1,0 +1,133 @@
+"""The attention kernels over caches with a scale for each token and head, without a GPU
+(test_attention_kernels.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import cases
+import host_planner
+import numpy
+import pytest
+import torch
+from device_attention import CACHES, KERNELS, DeviceAttention
+from float8_cases import TOKEN_DTYPES, Float8Case, rounding
+from float8_kernels import BATCHES, FORMS, run_and_check
+from tiers import distinct, in_turn
+from variant_fuzz.catalogue import by_reference
+
+from attn_backend import KVCache
+from attn_backend.variants import builtin
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
+
+
+@pytest.mark.parametrize("stored", TOKEN_DTYPES, ids=str)
+@pytest.mark.parametrize("form", distinct(FORMS, repeated={0}), ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_random_cases(
+    emulated: Path, kernel: str, form: tuple[torch.dtype, int], stored: torch.dtype
+) -> None:
+    """Pages of 1 to 64 tokens, windows, soft caps, shared prefixes; scales of unused slots are NaN."""
+    dtype, head_dim = form
+    for number, (qo_lens, kv_lens) in in_turn(BATCHES, FORMS.index(form), without_gpu=2):
+        rng = numpy.random.default_rng([number, head_dim, 89])
+        spec = cases.Spec(
+            qo_lens,
+            kv_lens,
+            num_kv_heads=2,
+            group_size=int(rng.choice([1, 3, 4])),
+            head_dim=head_dim,
+            dtype=dtype,
+            seed=number,
+        )
+        spec = spec.with_(
+            page_size=int(rng.choice([1, 3, 16, 64])),
+            num_ctas=int(rng.choice([3, 11])),
+            run_pages=int(rng.choice([1, 1000])),
+            sharing=0.9,
+        )
+        spec = spec.with_(
+            window_left=int(rng.choice([-1, 60])),
+            logits_soft_cap=float(rng.choice([0.0, 20.0])),
+            causal=bool(rng.random() < 0.8),
+        )
+        problem = Float8Case(spec, "cpu", stored, "token", "token")
+        cascade = ("always", False)[number % 2]
+        run_and_check(problem, emulated, kernel, number, wants_lse=number % 2 == 0, cascade=cascade)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_variants_that_transform_rows(emulated: Path, kernel: str) -> None:
+    """They see scaled rows."""
+    variant = builtin.rope(builtin.rope_frequencies(32))
+    for seed, qo_lens in enumerate([(1, 70, 3), (1, 2, 1)]):
+        spec = cases.Spec(
+            qo_lens, (200, 90, 30), num_kv_heads=2, group_size=2, head_dim=64, num_ctas=3, seed=seed
+        )
+        problem = Float8Case(spec, "cpu", TOKEN_DTYPES[seed], "token", "token")
+        case = problem.case
+        made = case.attention(kernel=kernel, variant=variant, **problem.options)
+        attention = DeviceAttention(emulated, made, kernel, seed, variant)
+        attention.plan(case.view)
+        case.run(attention, out=case.out, lse=case.lse, logits_soft_cap=0.0)  # type: ignore[arg-type]
+        problem.check(case.out, case.lse, kernel, rounding(by_reference(variant, {}), variant, spec.dtype))
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_forms_of_caches(emulated: Path, cache: str) -> None:
+    """Hopper's producer finds the scales of rows that TMA loads in boxes, in runs, and that are gathered."""
+    for number, (dtype, head_dim) in enumerate(((torch.bfloat16, 64), (torch.float16, 128))):
+        spec = cases.Spec(
+            (1, 70, 3, 20),
+            (200, 70, 300, 150),
+            num_kv_heads=2,
+            group_size=2,
+            head_dim=head_dim,
+            dtype=dtype,
+            num_ctas=3,
+            seed=number,
+        )
+        problem = Float8Case(spec.with_(**CACHES[cache]), "cpu", TOKEN_DTYPES[number], "token", "token")
+        run_and_check(problem, emulated, "hopper", number, wants_lse=False, cascade=False)
+
+
+def test_pages_with_scales_at_their_end(emulated: Path) -> None:
+    """A page holds all rows, then all scales: rows then are as far apart as TMA needs."""
+    spec = cases.Spec((1, 40), (70, 90), num_kv_heads=2, group_size=2, head_dim=64, page_size=16, num_ctas=3)
+    problem = Float8Case(spec, "cpu", torch.int8, "token", "token")
+    case, kv = problem.case, problem.case.kv
+    rows, scales = 2 * 16 * 2 * 64, 2 * 16 * 2 * 4  # bytes of a page
+    pages = torch.zeros(kv.num_pages, rows + scales, dtype=torch.int8)
+    k, v = pages[:, :rows].view(-1, 2, 16, 2, 64).unbind(1)
+    k_scale, v_scale = pages[:, rows:].view(torch.float32).view(-1, 2, 16, 2).unbind(1)
+    for to, of in ((k, kv.k), (v, kv.v), (k_scale, kv.k_scale), (v_scale, kv.v_scale)):
+        assert isinstance(of, torch.Tensor)
+        to.copy_(of)
+    case.kv = KVCache.from_pair(k, v, k_scale=k_scale, v_scale=v_scale)
+    assert run_and_check(problem, emulated, "hopper", 0, cascade=False) == "attention"
+
+
+@pytest.mark.parametrize(("head_dim", "stored"), [(64, torch.int8), (128, torch.float8_e4m3fn)])
+@pytest.mark.parametrize("cache", ["pages", "tokens"])
+def test_long_row_groups_read_a_16_bit_copy(
+    emulated: Path, monkeypatch: pytest.MonkeyPatch, cache: str, head_dim: int, stored: torch.dtype
+) -> None:
+    """It has the bits that the producer makes in the ring."""
+    monkeypatch.setenv("ATTN_BACKEND_DEQUANTIZED_MIB", "1")
+    spec = cases.Spec(
+        (400, 1, 390), (400, 90, 420), num_kv_heads=2, group_size=4, head_dim=head_dim, num_ctas=7
+    )
+    problem = Float8Case(spec.with_(**CACHES[cache]), "cpu", stored, "token", "token")
+    case, outs = problem.case, []
+    made = case.attention(kernel="hopper", cascade=False, **problem.options)
+    for dequantizes in (True, False):
+        attention = DeviceAttention(emulated, made, "hopper", 1)
+        attention.dequantizes = dequantizes
+        attention.plan(case.view)
+        case.run(attention, out=case.out, lse=case.lse)  # type: ignore[arg-type]
+        problem.check(case.out, case.lse, "hopper")
+        outs.append(case.out.clone())
+    assert torch.equal(*outs)
+    assert (made.schedule().of_groups("dequantized_row") >= 0).tolist() == [True, False, True]
