@@ -61,6 +61,7 @@ class LayerSpec(NamedTuple):
         logits_soft_cap: 0: there is none.
         head_dim_v: columns of a head of V; None: head_dim.
         kv_dtype: dtype of a cache that differs from the output's; None: they are equal.
+        token_scales: whether the cache has a scale for each token and head.
         float8_out: whether some layers' outputs may be float8_e4m3fn, with a scale.
     """
 
@@ -84,6 +85,7 @@ class LayerSpec(NamedTuple):
     logits_soft_cap: float = 0.0
     head_dim_v: int | None = None
     kv_dtype: torch.dtype | None = None
+    token_scales: bool = False
     float8_out: bool = False
 
     @property
@@ -258,6 +260,7 @@ def attention_of(
         variant=variant_of(spec),
         sinks=spec.has_sinks,
         float8_out=spec.float8_out,
+        token_scales=spec.token_scales,
     )
     has_cascade = cascade and use_cascade() and not batch_invariant
     record_attention(attention, has_cascade, time.perf_counter() - begin)

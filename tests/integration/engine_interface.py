@@ -94,7 +94,8 @@ MEMBERS = {
         "vllm.v1.kv_cache_interface:MLAAttentionSpec": "block_size dtype block_stride_alignment "
         "state_content_size_bytes",
         "vllm.v1.kv_cache_interface:FullAttentionSpec": "block_size num_kv_heads head_size head_size_v dtype "
-        "sliding_window attention_chunk_size dcp_sharded",
+        "sliding_window attention_chunk_size dcp_sharded kv_quant_mode state_content_bytes",
+        "vllm.v1.kv_cache_interface:KVQuantMode": "is_per_token_head",
         "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec": "block_size num_kv_heads head_size dtype "
         "attention_chunk_size",
         "vllm.v1.kv_cache_interface:EncoderOnlyAttentionSpec": "block_size num_kv_heads head_size dtype",
@@ -271,6 +272,7 @@ CALLS = {
 # Names that some releases lack: the adapters check before they use them.
 MAYBE = {
     "vllm.v1.kv_cache_interface:FullAttentionSpec.dcp_sharded": "compat.dcp_group asks",
+    "vllm.v1.kv_cache_interface:FullAttentionSpec.state_content_bytes": "compat.with_bytes_of_scales asks",
     "vllm.v1.attention.backend:AttentionMetadataBuilder.supports_draft_decode_metadata_update": "set; read "
     "since the releases that capture draft loops",
     "vllm.v1.attention.backends.utils:get_kv_cache_layout": "compat.kv_cache_stride_order: later releases "

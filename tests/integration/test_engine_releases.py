@@ -10,10 +10,14 @@ from __future__ import annotations
 import ast
 import os
 import re
+import sys
+import types
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from engine_interface import (
     ASKED,
     ASKED_BY_VARIABLE,
@@ -385,6 +389,61 @@ def test_layers_of_vllm_bring_scales_to_8_bit_caches(version: str) -> None:
     dtypes = release.find("vllm.utils.torch_utils", "STR_DTYPE_TO_TORCH_DTYPE")
     assert isinstance(dtypes, ast.Assign)
     assert all(f"'{name}': torch.{name}" in ast.unparse(dtypes) for name in ("float16", "bfloat16"))
+
+
+def specs_of_vllm(release: Release) -> dict[str, Any]:
+    """The release's own classes of a layer's spec, and its modes of quantization."""
+    module = release.module("vllm.v1.kv_cache_interface")
+    assert module is not None
+    names = ("KVQuantMode", "KVCacheSpec", "AttentionSpec", "FullAttentionSpec", "SlidingWindowSpec")
+    classes = [node for node in module.body if isinstance(node, ast.ClassDef) and node.name in names]
+    made = types.ModuleType("specs_of_vllm")
+    vars(made).update({"get_dtype_size": lambda dtype: dtype.itemsize, "torch": torch})
+    for node in classes:
+        node.decorator_list = [d for d in node.decorator_list if "dataclass" in ast.unparse(d)]
+    imports = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass, field\n"
+        "from enum import IntEnum\nfrom fractions import Fraction\n"
+    )
+    exec(imports + "\n".join(map(ast.unparse, classes)), vars(made))
+    return vars(made)
+
+
+@pytest.mark.parametrize("version", CHECKED["vllm"])
+def test_pages_of_vllm_have_room_for_a_scale_of_each_token_and_head(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 bytes for each token and head. Releases add them to the pages of all backends, or ask the backend."""
+    release = read("vllm", version)
+    monkeypatch.setitem(sys.modules, "specs_of_vllm", types.ModuleType("specs_of_vllm"))
+    made = specs_of_vllm(release)
+    names = release.find("vllm.config.cache", "CacheDType")
+    dtypes = release.find("vllm.utils.torch_utils", "STR_DTYPE_TO_TORCH_DTYPE")
+    assert isinstance(names, ast.Assign)
+    assert isinstance(dtypes, ast.Assign)
+    for name, dtype in (("int8_per_token_head", torch.int8), ("fp8_per_token_head", torch.uint8)):
+        assert name in ast.literal_eval(names.value.slice)  # type: ignore[attr-defined]
+        assert f"'{name}': {dtype}" in ast.unparse(dtypes)
+        mode = made["KVQuantMode"][name.upper()]
+        assert mode.is_per_token_head
+        fields = {
+            "block_size": 32,
+            "num_kv_heads": 4,
+            "head_size": 128,
+            "dtype": dtype,
+            "kv_quant_mode": mode,
+        }
+        asks = hasattr(made["AttentionSpec"], "state_content_bytes")
+        assert asks == (
+            release.parameters("vllm.v1.attention.backend:AttentionBackend.customize_spec") is not None
+        )
+        if asks:
+            fields["state_content_bytes"] = 2 * 128 + 8  # compat.with_bytes_of_scales
+        for spec in (
+            made["FullAttentionSpec"](**fields),
+            made["SlidingWindowSpec"](sliding_window=20, **fields),
+        ):
+            assert spec.page_size_bytes == 32 * 4 * (2 * 128 + 8)
 
 
 @pytest.mark.parametrize("version", CHECKED["sglang"])

@@ -17,11 +17,13 @@ from .compat import outside_memory_pools
 from .metadata import AttnMetadata, window_left
 from .rules import (
     ATTN_TYPES,
-    CACHES,
-    FLOAT8_CACHES,
+    EIGHT_BIT_CACHES,
     HEAD_SIZES,
     OTHER_BACKEND,
+    OTHER_CACHE,
+    TOKEN_SCALED_CACHES,
     unsupported_argument,
+    unsupported_cache,
     unsupported_layer,
 )
 from .support import refuse
@@ -30,6 +32,11 @@ from .support import refuse
 def has_float8_outputs(head_size: int, device: torch.device) -> bool:
     """Whether kernels with 8-bit outputs ship: compiling one would delay the engine's start by a minute."""
     return device.type != "cuda" or HeadDims.of(head_size) in SHIPPED_FLOAT8_OUT_HEAD_DIMS
+
+
+def bytes_of_scales(kv_cache_dtype: str) -> int:
+    """Bytes of the scales of a token and head, in the last dimension of the cache's shape."""
+    return compat.BYTES_OF_SCALES if kv_cache_dtype in TOKEN_SCALED_CACHES else 0
 
 
 class AttnImpl(AttentionImpl[AttnMetadata]):
@@ -89,10 +96,10 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         unsupported = unsupported_layer(heads.qk, heads.v, attn_type)
         if unsupported is not None:
             self._refuse(unsupported)
-        if kv_cache_dtype not in CACHES:
-            self._refuse(
-                f"a KV cache of dtype {kv_cache_dtype}", "pass fp8 or the model's dtype as --kv-cache-dtype"
-            )
+        device = torch.get_default_device()
+        unsupported = unsupported_cache(heads, kv_cache_dtype, device.type)
+        if unsupported is not None:
+            self._refuse(unsupported, "pass fp8 or the model's dtype as --kv-cache-dtype")
         if sinks is not None and sinks.shape != (num_heads,):
             self._refuse(f"sinks of shape {tuple(sinks.shape)} in a layer of {num_heads} heads")
         for name, value in extra.items():
@@ -107,8 +114,8 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         is_decoder, is_encoder = attn_type == AttentionType.DECODER, attn_type == AttentionType.ENCODER_ONLY
         window = window_left(sliding_window)
         # an encoder reads this step's K and V, which are in no cache
-        self.float8 = None if is_encoder else FLOAT8_CACHES.get(kv_cache_dtype)
-        device = torch.get_default_device()
+        self.cache_dtype = None if is_encoder else EIGHT_BIT_CACHES.get(kv_cache_dtype)
+        self.has_token_scales = self.cache_dtype is not None and kv_cache_dtype in TOKEN_SCALED_CACHES
         # a causal step has no tokens to the right
         sees_right = window >= 0 and (not is_decoder or compat.may_see_both_sides())
         self.spec = LayerSpec(
@@ -123,9 +130,11 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             has_sinks=sinks is not None,
             logits_soft_cap=self.logits_soft_cap,
             head_dim_v=None if heads.v == head_size else heads.v,
-            kv_dtype=self.float8,
+            kv_dtype=self.cache_dtype,
+            token_scales=self.has_token_scales,
             float8_out=heads.v == head_size
             and not shares_kv
+            and not self.has_token_scales
             and compat.fuses_output_scales()
             and has_float8_outputs(head_size, device),
         )
@@ -194,7 +203,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
                 ranks that share KV read them: for others do_kv_cache_update has just written them into the
                 cache. None if the layer reads another layer's cache.
             kv_cache: [blocks, num_kv_heads, page, columns of K and of V], any strides; 8-bit caches are uint8
-                or have their own dtype.
+                or have their own dtype. With a scale for each token and head, each row has 8 bytes more.
             attn_metadata: None in profiling runs, which have no cache: the output is filled with 0.
             output_scale: float32, one element, after fused_output_quant_supported(): output is float8_e4m3fn,
                 divided by it.
@@ -267,10 +276,10 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Writes new K and V into the cache. For an 8-bit cache it divides them by the layer's scales, rounds
-        and clamps them.
+        and clamps them. If each token and head has its own scales, it computes and writes those.
 
         Args:
-            layer: vLLM's, which has the scales.
+            layer: vLLM's, which has the other scales.
             key, value: [tokens, num_kv_heads, columns of K, of V]
             slot_mapping: int64 [tokens]; negative for padding. Keys beyond it are padding too.
         """
@@ -283,8 +292,11 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         append_kv(key, value, self._view(layer, kv_cache), slot_mapping)
 
     def _view(self, layer: Any, kv_cache: torch.Tensor) -> KVCache:
+        if self.has_token_scales:
+            assert self.cache_dtype is not None
+            return token_scaled_view(kv_cache, self.head_size, self.cache_dtype)
         return kv_cache_view(
-            kv_cache, self.head_size, self.float8, layer, writes=not self._shares_cache(layer)
+            kv_cache, self.head_size, self.cache_dtype, layer, writes=not self._shares_cache(layer)
         )
 
     def _shares_cache(self, layer: Any) -> bool:
@@ -341,5 +353,48 @@ def kv_cache_view(
             k_scale=layer._k_scale,
             v_scale=layer._v_scale,
         )
+    kv_cache._attn_backend_view = view  # type: ignore[attr-defined]
+    return view
+
+
+def token_scaled_view(kv_cache: torch.Tensor, head_size: int, dtype: torch.dtype) -> KVCache:
+    """The K, the V and the scales of a layer's cache with a scale for each token and head, kept like
+    kv_cache_view().
+
+    vLLM's own backend has a row of K, its scale, a row of V and its scale for each token and head. Kernels
+    move 16 bytes at a time, and rows of 132 bytes are not aligned for that. So the same bytes have another
+    order: all rows of K, all rows of V, the scales of K, the scales of V. Where vLLM stores a page head by
+    head (HND), this is the order in each head's bytes of the page, otherwise in the whole page. So vLLM may
+    move pages, and heads of such pages.
+
+    Args:
+        kv_cache: 8 bits, [blocks, num_kv_heads, page, columns of K and of V + 8].
+        head_size: columns of K.
+        dtype: of the elements.
+
+    Raises:
+        NotImplementedError: neither a head's nor a page's rows lie side by side.
+    """
+    view: KVCache | None = getattr(kv_cache, "_attn_backend_view", None)
+    if view is not None:
+        return view
+    data = kv_cache.data.view(torch.uint8)
+    blocks, heads, page, row = data.shape
+    block_stride, head_stride, token_stride, _ = data.stride()
+    is_by_head = token_stride == row
+    if not is_by_head and (head_stride, token_stride) != (row, heads * row):
+        refuse(f"a KV cache of strides {data.stride()} with a scale for each token and head", OTHER_CACHE)
+    rows = page if is_by_head else page * heads  # that lie side by side
+    parts = data.as_strided(
+        (blocks, heads if is_by_head else 1, rows * row), (block_stride, head_stride, 1)
+    ).split([rows * head_size, rows * (row - compat.BYTES_OF_SCALES - head_size), 4 * rows, 4 * rows], dim=2)
+
+    def by_token(part: torch.Tensor) -> torch.Tensor:
+        """From [blocks, heads or 1, rows, ...] to [blocks, page, heads, ...]."""
+        return part.transpose(1, 2) if is_by_head else part.squeeze(1).unflatten(1, (page, heads))
+
+    k, v = (by_token(part.view(dtype).unflatten(2, (rows, -1))) for part in parts[:2])
+    k_scale, v_scale = (by_token(part.view(torch.float32)) for part in parts[2:])
+    view = KVCache(k, v, k_scale, v_scale)
     kv_cache._attn_backend_view = view  # type: ignore[attr-defined]
     return view

@@ -11,10 +11,12 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 
+from attn_backend.jit.manifest import HeadDims
+
 from . import compat
-from .attention import AttnImpl, CpuAttnImpl
+from .attention import AttnImpl, CpuAttnImpl, bytes_of_scales
 from .metadata import AttnMetadataBuilder
-from .rules import FLOAT8_CACHES
+from .rules import EIGHT_BIT_CACHES, OTHER_CACHE, TOKEN_SCALED_CACHES, unsupported_cache
 from .support import with_ways_out
 
 
@@ -24,10 +26,13 @@ class AttnBackend(AttentionBackend):
     The KV cache of a layer is one tensor [blocks, kv_heads, page, 2 * head_dim], K before V in the last
     dimension, in any memory layout whose last dimension is contiguous: NHD, HND, padded blocks and blocks
     that interleave layers are all the same to the kernels.
+
+    With a scale for each token and head, the last dimension has 8 bytes more, and our own order within the
+    same bytes (token_scaled_view).
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *FLOAT8_CACHES]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *EIGHT_BIT_CACHES]
     forward_includes_kv_cache_update: bool = False
 
     @staticmethod
@@ -48,10 +53,19 @@ class AttnBackend(AttentionBackend):
 
     @staticmethod
     def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *args: Any, **kwargs: Any
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+        **kwargs: Any,
     ) -> tuple[int, ...]:
         """Shape of a layer's KV cache (compat.py says which releases ask)."""
-        return (num_blocks, num_kv_heads, block_size, 2 * head_size)
+        return (num_blocks, num_kv_heads, block_size, 2 * head_size + bytes_of_scales(cache_dtype_str))
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        return compat.with_bytes_of_scales(spec)
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
@@ -64,6 +78,15 @@ class AttnBackend(AttentionBackend):
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         return attn_type in AttnImpl.attn_types
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, *args: Any, **kwargs: Any
+    ) -> str | None:
+        if kv_cache_dtype not in TOKEN_SCALED_CACHES:
+            return None  # validate_configuration() checks other dtypes
+        unsupported = unsupported_cache(HeadDims.of(head_size), kv_cache_dtype, "cuda")
+        return unsupported and f"{unsupported}: {OTHER_CACHE}"
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
@@ -169,9 +192,15 @@ class DiffKvBackend(AttnBackend):
 
     @staticmethod
     def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *args: Any, **kwargs: Any
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+        **kwargs: Any,
     ) -> tuple[int, ...]:
-        return (num_blocks, num_kv_heads, block_size, head_size + DiffKvBackend.head_size_v)
+        columns = head_size + DiffKvBackend.head_size_v
+        return (num_blocks, num_kv_heads, block_size, columns + bytes_of_scales(cache_dtype_str))
 
 
 class CpuDiffKvImpl(DiffKvImpl, CpuAttnImpl):

@@ -6,6 +6,7 @@ come from probes, not from version numbers.
 | | 0.26 | 0.32, 0.33 |
 |---|---|---|
 | shape of the KV cache | the backend's get_kv_cache_shape | the spec's [blocks, kv_heads, page, K and V] |
+| bytes of a token's scales | up to 0.27 added to every backend's pages | the backend's customize_spec |
 | NHD or HND | global: get_kv_cache_stride_order of the backend | the engine's; the backend may restrict it |
 | get_supported_kernel_block_sizes | without arguments | with the spec of the KV cache |
 | layers with several implementations | none | AttentionImpl.get_impl_variants |
@@ -79,6 +80,24 @@ def kv_cache_stride_order(include_num_layers_dimension: bool) -> tuple[int, ...]
     except ImportError:
         raise NotImplementedError("this release of vLLM lays out the KV cache itself") from None
     return STRIDE_ORDERS[get_kv_cache_layout(), include_num_layers_dimension]
+
+
+BYTES_OF_SCALES = 8  # of a token and head: one float32 for K and one for V
+
+
+def with_bytes_of_scales(kv_cache_spec: Any) -> Any:
+    """A layer's spec whose pages have room for a scale of each token and head, if its cache has them.
+
+    Releases without the field add the bytes themselves.
+    """
+    spec = kv_cache_spec
+    mode = getattr(spec, "kv_quant_mode", None)
+    if not getattr(mode, "is_per_token_head", False) or not hasattr(spec, "state_content_bytes"):
+        return spec
+    if spec.state_content_bytes is not None:
+        return spec
+    columns = spec.head_size + head_size_v(spec)
+    return replace(spec, state_content_bytes=columns * spec.dtype.itemsize + BYTES_OF_SCALES)
 
 
 def batch_invariant() -> bool:

@@ -24,7 +24,7 @@ from attn_backend.metadata.views import BSRView
 from . import compat, sampler
 from .compat import outside_memory_pools
 from .dcp import ContextParallel, has_context
-from .rules import FLOAT8_CACHES
+from .rules import EIGHT_BIT_CACHES, TOKEN_SCALED_CACHES
 from .support import (
     logger,
     refuse,
@@ -191,7 +191,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
                 arguments = variant_args_of(spec, spans=self.spans)
                 return SharedAttention(spec, make(spec), spec.run_soft_cap, arguments)
             of_all_ranks = spec._replace(num_qo_heads=spec.num_qo_heads * self.context_parallel.size)
-            new_tokens = spec._replace(of_this_step=True, kv_dtype=None)
+            new_tokens = spec._replace(of_this_step=True, kv_dtype=None, token_scales=False)
             context = make(of_all_ranks)
             return SharedAttention(spec, make(new_tokens, cascade=False), spec.run_soft_cap, None, context)
 
@@ -292,16 +292,20 @@ def layer_specs(vllm_config: Any, kv_cache_spec: Any, layer_names: list[str]) ->
     if not specs:  # layers that are not the engine's: its attention tests
         num_qo_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         window = window_left(getattr(kv_cache_spec, "sliding_window", None))
-        float8 = FLOAT8_CACHES[vllm_config.cache_config.cache_dtype] if has_8_bits(kv_cache_spec) else None
         heads = num_qo_heads, kv_cache_spec.num_kv_heads, kv_cache_spec.head_size
-        specs = {LayerSpec(*heads, window, kv_dtype=float8)}
+        spec = LayerSpec(*heads, window)
+        if has_8_bits(kv_cache_spec):
+            cache = vllm_config.cache_config.cache_dtype
+            has_scales = cache in TOKEN_SCALED_CACHES
+            spec = spec._replace(kv_dtype=EIGHT_BIT_CACHES[cache], token_scales=has_scales)
+        specs = {spec}
     return sorted(specs, key=str)
 
 
 def has_8_bits(kv_cache_spec: Any) -> bool:
     """Whether the elements of a cache have 8 bits.
 
-    The spec has the dtype that vLLM stores, uint8. The layers know the float8 dtype.
+    The spec has the dtype that vLLM stores, uint8 or int8. The layers know the dtype of the elements.
     """
     return bool(kv_cache_spec.dtype.itemsize == 1)
 

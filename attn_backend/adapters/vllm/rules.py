@@ -36,9 +36,12 @@ LATENT_HEAD_SIZES = [MLA_HEAD_DIMS.qk]
 # checkpoint declares.
 PLAIN_CACHES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 FLOAT8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+# with a scale for each token and head, which append computes
+TOKEN_SCALED_CACHES = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}
+EIGHT_BIT_CACHES = FLOAT8_CACHES | TOKEN_SCALED_CACHES
 # a row is 576 numbers, with the scale of the layer
 FLOAT8_LATENTS = tuple(name for name, dtype in FLOAT8_CACHES.items() if dtype == torch.float8_e4m3fn)
-CACHES = ("auto", *PLAIN_CACHES, *FLOAT8_CACHES)
+CACHES = ("auto", *PLAIN_CACHES, *EIGHT_BIT_CACHES)
 LATENT_CACHES = ("auto", *PLAIN_CACHES, *FLOAT8_LATENTS)
 # rows of 656 bytes, with scales for each block of columns; only behind an indexer
 SCALED_LATENTS = "fp8_ds_mla"
@@ -54,6 +57,19 @@ def unsupported_layer(head_size: int, head_size_v: int, attn_type: str) -> str |
     if heads.v != head_size and attn_type != DECODER:
         return f"heads of {heads.qk}/{heads.v} columns in attention of type {attn_type}"
     return None if attn_type in ATTN_TYPES else f"attention of type {attn_type}"
+
+
+def unsupported_cache(heads: HeadDims, kv_cache_dtype: str, device: str) -> str | None:
+    """Why no kernel reads a cache of this dtype, or None.
+
+    Args:
+        device: "cuda" or "cpu".
+    """
+    if kv_cache_dtype not in CACHES:
+        return f"a KV cache of dtype {kv_cache_dtype}"
+    if device == "cuda" and heads.is_wide and kv_cache_dtype in TOKEN_SCALED_CACHES:
+        return f"a KV cache of dtype {kv_cache_dtype} for heads of {heads} columns"
+    return None
 
 
 def unsupported_argument(name: str, value: Any) -> str | None:
@@ -150,8 +166,9 @@ def _refusals(model: Checkpoint, device: str, options: Mapping[str, str]) -> Ite
         if cache not in LATENT_CACHES and not (model.latents.is_sparse and cache == SCALED_LATENTS):
             yield Refusal(f"a cache of latents of dtype {cache}", OTHER_CACHE)
         return
-    if cache not in CACHES:
-        yield Refusal(f"a KV cache of dtype {cache}", OTHER_CACHE)
+    all_heads = {layer.heads for layer in model.layers}
+    for what in sorted({unsupported_cache(heads, cache, device) or "" for heads in all_heads} - {""}):
+        yield Refusal(what, OTHER_CACHE)
     kinds = {(layer.heads, layer.attn_type, layer.arguments) for layer in model.layers}
     for heads, attn_type, arguments in sorted(kinds):
         for what in (

@@ -20,8 +20,9 @@ from vllm.distributed import parallel_state
 from vllm_layer import NUM_PAGES, PAGE, make_builder, make_impl, make_spec
 
 from attn_backend.adapters.vllm import compat, dcp, support
-from attn_backend.adapters.vllm.attention import AttnImpl
+from attn_backend.adapters.vllm.attention import AttnImpl, bytes_of_scales, token_scaled_view
 from attn_backend.adapters.vllm.metadata import AttnMetadata
+from attn_backend.adapters.vllm.rules import TOKEN_SCALED_CACHES
 
 HEADS, WIDTH = 3, 64  # per rank
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -93,7 +94,8 @@ class Deployment:
             builder = make_builder(
                 [impl], spec, device, cache_config=SimpleNamespace(cache_dtype=cache_dtype), **config
             )
-            cache = torch.full((NUM_PAGES, 1, PAGE, 2 * WIDTH), torch.nan, device=device).to(stored)
+            row = 2 * WIDTH + bytes_of_scales(cache_dtype)
+            cache = torch.full((NUM_PAGES, 1, PAGE, row), torch.nan, device=device).to(stored)
             return impl, builder, cache if cache_dtype == "auto" else cache.view(torch.uint8)
 
         self.impls, self.builders, self.caches = zip(*ranks.run(make), strict=True)
@@ -112,6 +114,9 @@ class Deployment:
         self.q = torch.randn(len(batch.new) + padding, HEADS * self.size, WIDTH, generator=generator).to(
             self.dtype
         )
+        if self.impls[0].has_token_scales:
+            self._fill_with_token_scales(lens)
+            return
         for rank, cache in enumerate(self.caches):
             mine = batch.old & (batch.owners == rank)
             rows = torch.cat(
@@ -127,6 +132,23 @@ class Deployment:
                     self.stored(x[read], scale).view(torch.float8_e4m3fn).to(x.dtype)
                     * getattr(self.layer, scale).cpu()
                 )
+
+    def _fill_with_token_scales(self, lens: Lens) -> None:
+        """Writes all tokens. The values of those that are read from the cache become what it has.
+
+        The float32 values are kept for the step, which writes its tokens again, with the same result.
+        """
+        batch = self.batch
+        for rank, (impl, cache) in enumerate(zip(self.impls, self.caches, strict=True)):
+            mine = batch.owners == rank
+            slots = batch.slots[mine]
+            impl.do_kv_cache_update(self.layer, self.k[mine], self.v[mine], cache, slots)
+            read = mine & (batch.old | (max(lens[0]) == 1))
+            view = token_scaled_view(cache, WIDTH, TOKEN_SCALED_CACHES[impl.kv_cache_dtype])
+            for x, elements, scales in ((self.k, view.k, view.k_scale), (self.v, view.v, view.v_scale)):
+                assert isinstance(scales, Tensor)
+                values = (elements.float() * scales[..., None]).flatten(0, 1)
+                x[read] = values[batch.slots[read]]
 
     def stored(self, x: Tensor, scale: str) -> Tensor:
         if self.caches[0].dtype != torch.uint8:
@@ -212,9 +234,10 @@ def test_new_tokens_are_written_where_they_belong(monkeypatch: pytest.MonkeyPatc
         (torch.bfloat16, {}),
         (torch.float32, {"logits_soft_cap": 2.0}),
         (torch.float32, {"cache_dtype": "fp8"}),
+        (torch.float32, {"cache_dtype": "fp8_per_token_head"}),
         (torch.float32, {"comm": "a2a"}),
     ],
-    ids=["bfloat16", "soft-cap", "fp8-cache", "a2a"],
+    ids=["bfloat16", "soft-cap", "fp8-cache", "token-scales", "a2a"],
 )
 def test_layers(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict[str, Any]) -> None:
     deployment = Deployment(make_ranks(monkeypatch, 2), 4, dtype, **options)

@@ -4,7 +4,6 @@ stored values.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +17,7 @@ pytest.importorskip("vllm.v1", reason="needs vLLM")
 
 from vllm.config import CacheConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention.attention import Attention
-from vllm.platforms.interface import DeviceCapability
-from vllm.v1.attention.backend import AttentionBackend
-from vllm_float8 import builder_of, cache_of, fill, held, layer_of
+from vllm_float8 import attend_once, builder_of, cache_of, fill, held, layer_of, reasons
 from vllm_layer import (
     NUM_PAGES,
     PAGE,
@@ -37,25 +34,11 @@ from vllm_steps import TOLERANCE, check, fill_cache, run_layer
 from attn_backend.adapters import layers
 from attn_backend.adapters.layers import LayerSpec
 from attn_backend.adapters.vllm.attention import AttnImpl, CpuAttnImpl, kv_cache_view
-from attn_backend.adapters.vllm.backend import AttnBackend, CpuAttnBackend
-from attn_backend.adapters.vllm.metadata import AttnMetadata, AttnMetadataBuilder, layer_specs
+from attn_backend.adapters.vllm.backend import CpuAttnBackend
+from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder, layer_specs
 from attn_backend.adapters.vllm.rules import FLOAT8_CACHES
 
 MIXED = ([1, 1, 7, 40, 3], [33, 64, 23, 40, 100])
-
-
-def attend(
-    impl: AttnImpl,
-    layer: torch.nn.Module,
-    cache: Tensor,
-    metadata: AttnMetadata,
-    batch: Batch,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    query = torch.randn(sum(batch.query_lens), impl.num_heads, impl.head_size).to(dtype)
-    output = torch.full_like(query, torch.nan)
-    impl.forward(layer, query, None, None, cache, metadata, output)
-    return query, output
 
 
 def serve(
@@ -68,7 +51,7 @@ def serve(
 ) -> None:
     builder = builder_of([impl], dtype, num_kv_heads=impl.num_kv_heads, head_size=impl.head_size)
     k, v = fill(impl, layer, cache, batch, dtype)
-    query, output = attend(impl, layer, cache, builder.build(0, batch.metadata), batch, dtype)
+    query, output = attend_once(impl, layer, cache, builder.build(0, batch.metadata), batch, dtype)
     check(output, query, batch, k, v, **mask)
 
 
@@ -125,7 +108,7 @@ def test_each_layer_has_its_own_scales() -> None:
     metadata = builder.build(0, batch.metadata)
     for impl, layer, cache in zip(impls, layers, caches, strict=True):
         k, v = fill(impl, layer, cache, batch, torch.float32)
-        query, output = attend(impl, layer, cache, metadata, batch, torch.float32)
+        query, output = attend_once(impl, layer, cache, metadata, batch, torch.float32)
         check(output, query, batch, k, v)
 
 
@@ -166,7 +149,7 @@ def test_a_layer_that_reads_another_ones_cache_reads_it_with_its_scales(set_late
     reading_layer = layer_of(7.0, 9.0)
     if set_later:
         reading_layer.kv_sharing_target_layer_name = target
-    query, output = attend(reader, reading_layer, cache, metadata, batch, torch.float32)
+    query, output = attend_once(reader, reading_layer, cache, metadata, batch, torch.float32)
     check(output, query, batch, k, v)
 
 
@@ -222,7 +205,7 @@ def test_shared_prefix(kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> 
     )
     builder = builder_of([impl])
     k, v = fill(impl, layer, cache, batch, torch.float32)
-    query, output = attend(impl, layer, cache, builder.build(0, batch.metadata), batch, torch.float32)
+    query, output = attend_once(impl, layer, cache, builder.build(0, batch.metadata), batch, torch.float32)
     check(output, query, batch, k, v)
     taken = [node for node in builder.plans[impl.spec].attention.schedule().forest if node.group >= 0]
     assert (taken[0].num_requests, taken[0].begin_page, taken[0].end_page) == (4, 0, 12)
@@ -267,9 +250,7 @@ def test_plans_of_layers_that_vllm_does_not_know() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "kv_cache_dtype", ["int8_per_token_head", "fp8_per_token_head", "nvfp4", "fp8_ds_mla", "turboquant_k8v4"]
-)
+@pytest.mark.parametrize("kv_cache_dtype", ["int4_per_token_head", "nvfp4", "fp8_ds_mla", "turboquant_k8v4"])
 def test_layers_that_are_refused(kv_cache_dtype: str) -> None:
     message = (
         f"a KV cache of dtype {kv_cache_dtype}: pass fp8 or the model's dtype as --kv-cache-dtype, or "
@@ -281,27 +262,7 @@ def test_layers_that_are_refused(kv_cache_dtype: str) -> None:
 
 @pytest.mark.parametrize("impl", [AttnImpl, CpuAttnImpl])
 def test_wide_heads_are_served(impl: type[AttnImpl]) -> None:
-    assert impl(4, 512, 1.0, 1, kv_cache_dtype="fp8").float8 == torch.float8_e4m3fn
-
-
-def reasons(**changes: Any) -> list[str]:
-    asked = {
-        "head_size": 128,
-        "dtype": torch.bfloat16,
-        "kv_cache_dtype": "fp8",
-        "block_size": 16,
-        "use_mla": False,
-        "has_sink": False,
-        "use_sparse": False,
-        "use_mm_prefix": False,
-        "use_per_head_quant_scales": False,
-        "device_capability": DeviceCapability(9, 0),
-        "attn_type": "decoder",
-    }
-    known = inspect.signature(AttentionBackend.validate_configuration).parameters
-    return AttnBackend.validate_configuration(
-        **{name: value for name, value in {**asked, **changes}.items() if name in known}
-    )
+    assert impl(4, 512, 1.0, 1, kv_cache_dtype="fp8").cache_dtype == torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -368,5 +329,7 @@ def test_layers_that_skip_8_bits(skipped: list[str], has_16_bits: list[bool]) ->
             layer._v_scale.fill_(0.3)
             cache = cache_of("fp8")
             k, v = fill(layer.impl, layer, cache, batch, dtype)
-            query, output = attend(layer.impl, layer, cache, builder.build(0, batch.metadata), batch, dtype)
+            query, output = attend_once(
+                layer.impl, layer, cache, builder.build(0, batch.metadata), batch, dtype
+            )
         check(output, query, batch, k, v, window_left=window)

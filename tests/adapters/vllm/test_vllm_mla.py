@@ -232,6 +232,10 @@ def test_another_package_keeps_the_name_of_its_prefill_backend(registry: Any) ->
             {"kv_cache_dtype": "fp8_e5m2"},
             r"a cache of latents of dtype fp8_e5m2 \(pass --kv-cache-dtype auto or fp8_e4m3\)",
         ),
+        (
+            {"kv_cache_dtype": "int8_per_token_head"},
+            r"a cache of latents of dtype int8_per_token_head \(pass --kv-cache-dtype auto or fp8_e4m3\)",
+        ),
         ({"sliding_window": 128}, "the argument sliding_window"),
         ({"logits_soft_cap": 30.0}, "the argument logits_soft_cap"),
         ({"indexer": object()}, "the argument indexer"),

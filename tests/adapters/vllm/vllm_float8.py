@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor
 
 pytest.importorskip("vllm.v1", reason="needs vLLM")
 from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backend import AttentionBackend
 from vllm_layer import (
     NUM_PAGES,
     PAGE,
@@ -21,7 +24,8 @@ from vllm_layer import (
 )
 
 from attn_backend.adapters.vllm.attention import AttnImpl
-from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder
+from attn_backend.adapters.vllm.backend import AttnBackend
+from attn_backend.adapters.vllm.metadata import AttnMetadata, AttnMetadataBuilder
 from attn_backend.adapters.vllm.rules import FLOAT8_CACHES
 
 
@@ -71,3 +75,38 @@ def fill(
     ):
         impl.do_kv_cache_update(layer, k[slots], v[slots], cache, slots)
     return held(k, layer._k_scale, impl.kv_cache_dtype), held(v, layer._v_scale, impl.kv_cache_dtype)
+
+
+def attend_once(
+    impl: AttnImpl,
+    layer: torch.nn.Module,
+    cache: Tensor,
+    metadata: AttnMetadata,
+    batch: Batch,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    query = torch.randn(sum(batch.query_lens), impl.num_heads, impl.head_size).to(dtype)
+    output = torch.full_like(query, torch.nan)
+    impl.forward(layer, query, None, None, cache, metadata, output)
+    return query, output
+
+
+def reasons(**changes: Any) -> list[str]:
+    """Why vLLM would refuse the backend for a layer like this."""
+    asked = {
+        "head_size": 128,
+        "dtype": torch.bfloat16,
+        "kv_cache_dtype": "fp8",
+        "block_size": 16,
+        "use_mla": False,
+        "has_sink": False,
+        "use_sparse": False,
+        "use_mm_prefix": False,
+        "use_per_head_quant_scales": False,
+        "device_capability": DeviceCapability(9, 0),
+        "attn_type": "decoder",
+    }
+    known = inspect.signature(AttentionBackend.validate_configuration).parameters
+    return AttnBackend.validate_configuration(
+        **{name: value for name, value in {**asked, **changes}.items() if name in known}
+    )
