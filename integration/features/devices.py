@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass, field, replace
 
 from integration.compare_tokens import Outcome
-from integration.features.model import ROUNDED
+from integration.features.model import ROUNDED, TOKEN_SCALED
 
 # A last bit can change how a number is rounded to 8 bits. With bfloat16 in the other layers, transformers
 # differs from its own float32 with the same rounding: tokens at gaps of up to 0.17, log-probabilities by up
@@ -44,7 +44,7 @@ class Device:
         rounded = replace(
             self, dtype="bfloat16", near_tie=ROUNDED_NEAR_TIE, largest_difference=ROUNDED_DIFFERENCE
         )
-        return rounded if set(asks) & set(ROUNDED) else self
+        return rounded if set(asks) & {*ROUNDED, *TOKEN_SCALED} else self
 
     def holds(self, outcome: Outcome) -> bool:
         parted = all(

@@ -102,6 +102,24 @@ def round_as(model: nn.Module, checkpoint: Path) -> None:
     _round_in(model, rounded)
 
 
+def round_rows(model: nn.Module, dtype: torch.dtype) -> None:
+    """Rounds K and V as a cache with a scale for each token and head does.
+
+    Args:
+        dtype: of the cache, int8 or float8_e4m3fn.
+    """
+    largest = float(torch.iinfo(dtype).max if dtype == torch.int8 else torch.finfo(dtype).max)
+
+    def rounded(name: str, values: Tensor) -> Tensor | None:
+        if not name.endswith(tuple(KV_SCALES.values())):
+            return None
+        scale = (values.abs().amax(-1, keepdim=True) / largest).clamp(min=1e-6)
+        elements = values / scale
+        return (elements.round() if dtype == torch.int8 else elements.to(dtype).float()) * scale
+
+    _round_in(model, rounded)
+
+
 def _round_in(model: nn.Module, change: Callable[[str, Tensor], Tensor | None]) -> None:
     """Calls change() with K, V and the output projection's input of each layer, and the names of their
     scales; it may replace them.

@@ -16,7 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from integration.compare_tokens import ALTERNATIVES
 from integration.engines import Token
-from integration.features.float8 import largest_numbers, make_checkpoints, make_values_small, round_as
+from integration.features.float8 import (
+    largest_numbers,
+    make_checkpoints,
+    make_values_small,
+    round_as,
+    round_rows,
+)
 from integration.tiny_models.checkpoints import make_model
 from integration.tiny_models.families import COMMON, FAMILIES, WINDOW, Family
 from integration.tiny_models.tokenizer import FIRST_WORD, PAD, VOCAB
@@ -62,6 +68,8 @@ MODELS = {
     "float8": FLOAT8,
 }
 ROUNDED = ("float8-cache", "float8-outputs")  # checkpoints of "float8" with its roundings
+# "model" over a cache of this dtype, with a scale for each token and head
+TOKEN_SCALED = {"token-scales-int8": torch.int8, "token-scales-float8": torch.float8_e4m3fn}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 RANK = 8
 ALPHA = 16
@@ -221,12 +229,14 @@ def make_prompts() -> list[list[int]]:
 
 def base_of(asked: str) -> str:
     """The server's model for this request: one of MODELS or ROUNDED."""
-    return "model" if asked == "adapter" else asked
+    return "model" if asked == "adapter" or asked in TOKEN_SCALED else asked
 
 
 @torch.no_grad()
 def reference(folder: Path, asked: str, prompts: list[list[int]], num_tokens: int) -> list[list[Token]]:
-    """Greedy answers: float32, eager attention, no cache. asked: one of MODELS or ROUNDED, or "adapter"."""
+    """Greedy answers: float32, eager attention, no cache. asked: one of MODELS, ROUNDED or
+    TOKEN_SCALED, or "adapter".
+    """
     base = "float8" if asked in ROUNDED else base_of(asked)
     model_class = MODELS[base].make()[1]  # for a MiMo, a class without the MTP layer
     model = model_class.from_pretrained(
@@ -241,6 +251,8 @@ def reference(folder: Path, asked: str, prompts: list[list[int]], num_tokens: in
         _scale_as_yarn(model)
     if asked in ROUNDED:
         round_as(model, folder / asked)
+    if asked in TOKEN_SCALED:
+        round_rows(model, TOKEN_SCALED[asked])
     answers = []
     for prompt in prompts:
         tokens: list[int] = list(prompt)

@@ -196,6 +196,20 @@ RUNS: dict[str, Run] = {
     ),
     "vllm-dflash": Run("vllm", (), on=DFLASH, counts=DRAFTED),
     "vllm-float8-cache": Run("vllm", (), asks=("float8-cache", "float8-cache"), logs=FLOAT8_CACHE),
+    # the second time the KV comes from files
+    "vllm-token-scales": Run(
+        "vllm",
+        ("--kv-cache-dtype", "int8_per_token_head", *FOLDER_STORE),
+        asks=("token-scales-int8", "token-scales-int8"),
+        counts=FROM_ELSEWHERE,
+        logs="kv_cache_dtype=int8_per_token_head",
+    ),
+    "vllm-token-scales-float8": Run(
+        "vllm",
+        ("--kv-cache-dtype", "fp8_per_token_head"),
+        asks=("token-scales-float8", "token-scales-float8"),
+        logs="kv_cache_dtype=fp8_per_token_head",
+    ),
     "vllm-float8-outputs": Run("vllm", (), asks=("float8-outputs",), logs=FLOAT8_CACHE, devices=("cuda",)),
     "vllm-fused-outputs": Run(
         "vllm",

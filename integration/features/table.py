@@ -201,6 +201,14 @@ FEATURES: tuple[Feature, ...] = (
         ),
     ),
     Feature(
+        "8-bit cache with a scale for each token and head",
+        Cell(
+            ("vllm-token-scales", "vllm-token-scales-float8"),
+            option="int8_per_token_head",
+        ),
+        MISSING,
+    ),
+    Feature(
         "8-bit attention outputs",
         Cell(
             ("vllm-float8-outputs", "vllm-fused-outputs"),

@@ -93,17 +93,23 @@ def test_forms_of_caches(emulated: Path, cache: str) -> None:
         run_and_check(problem, emulated, "hopper", number, wants_lse=False, cascade=False)
 
 
-def test_pages_with_scales_at_their_end(emulated: Path) -> None:
-    """A page holds all rows, then all scales: rows then are as far apart as TMA needs."""
+@pytest.mark.parametrize("is_by_head", [False, True], ids=["NHD", "HND"])
+def test_pages_with_scales_at_their_end(emulated: Path, is_by_head: bool) -> None:
+    """A page, or each head's part of it, holds all rows, then all scales: rows then are as far apart as TMA
+    needs.
+    """
     spec = cases.Spec((1, 40), (70, 90), num_kv_heads=2, group_size=2, head_dim=64, page_size=16, num_ctas=3)
     problem = Float8Case(spec, "cpu", torch.int8, "token", "token")
     case, kv = problem.case, problem.case.kv
-    rows, scales = 2 * 16 * 2 * 64, 2 * 16 * 2 * 4  # bytes of a page
-    pages = torch.zeros(kv.num_pages, rows + scales, dtype=torch.int8)
-    k, v = pages[:, :rows].view(-1, 2, 16, 2, 64).unbind(1)
-    k_scale, v_scale = pages[:, rows:].view(torch.float32).view(-1, 2, 16, 2).unbind(1)
+    inner = (16, 1) if is_by_head else (16, 2)  # tokens and heads whose rows lie together
+    count = inner[0] * inner[1]
+    parts = torch.zeros(kv.num_pages, 2 // inner[1], 2 * count * (64 + 4), dtype=torch.int8)
+    rows, scales = parts[..., : 2 * count * 64], parts[..., 2 * count * 64 :].view(torch.float32)
+    k, v = (x.transpose(1, 2).flatten(2, 3) for x in rows.unflatten(2, (2, *inner, 64)).unbind(2))
+    k_scale, v_scale = (x.transpose(1, 2).flatten(2) for x in scales.unflatten(2, (2, *inner)).unbind(2))
     for to, of in ((k, kv.k), (v, kv.v), (k_scale, kv.k_scale), (v_scale, kv.v_scale)):
         assert isinstance(of, torch.Tensor)
+        assert to.untyped_storage().data_ptr() == parts.data_ptr()
         to.copy_(of)
     case.kv = KVCache.from_pair(k, v, k_scale=k_scale, v_scale=v_scale)
     assert run_and_check(problem, emulated, "hopper", 0, cascade=False) == "attention"
