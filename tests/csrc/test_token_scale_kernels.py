@@ -106,7 +106,8 @@ def test_pages_with_scales_at_their_end(emulated: Path, is_by_head: bool) -> Non
     parts = torch.zeros(kv.num_pages, 2 // inner[1], 2 * count * (64 + 4), dtype=torch.int8)
     rows, scales = parts[..., : 2 * count * 64], parts[..., 2 * count * 64 :].view(torch.float32)
     k, v = (x.transpose(1, 2).flatten(2, 3) for x in rows.unflatten(2, (2, *inner, 64)).unbind(2))
-    k_scale, v_scale = (x.transpose(1, 2).flatten(2) for x in scales.unflatten(2, (2, *inner)).unbind(2))
+    by_head = scales.unflatten(2, (2, inner[1], 16)).unbind(2)
+    k_scale, v_scale = (x.flatten(1, 2).transpose(1, 2) for x in by_head)
     for to, of in ((k, kv.k), (v, kv.v), (k_scale, kv.k_scale), (v_scale, kv.v_scale)):
         assert isinstance(of, torch.Tensor)
         assert to.untyped_storage().data_ptr() == parts.data_ptr()

@@ -363,9 +363,10 @@ def token_scaled_view(kv_cache: torch.Tensor, head_size: int, dtype: torch.dtype
 
     vLLM's own backend has a row of K, its scale, a row of V and its scale for each token and head. Kernels
     move 16 bytes at a time, and rows of 132 bytes are not aligned for that. So the same bytes have another
-    order: all rows of K, all rows of V, the scales of K, the scales of V. Where vLLM stores a page head by
-    head (HND), this is the order in each head's bytes of the page, otherwise in the whole page. So vLLM may
-    move pages, and heads of such pages.
+    order: all rows of K, all rows of V, the scales of K, the scales of V. A head's scales lie side by side,
+    since a kernel reads many tokens of one head. Where vLLM stores a page head by head (HND), this is the
+    order in each head's bytes of the page, otherwise in the whole page. So vLLM may move pages, and heads of
+    HND pages.
 
     Args:
         kv_cache: 8 bits, [blocks, num_kv_heads, page, columns of K and of V + 8].
@@ -389,12 +390,17 @@ def token_scaled_view(kv_cache: torch.Tensor, head_size: int, dtype: torch.dtype
         (blocks, heads if is_by_head else 1, rows * row), (block_stride, head_stride, 1)
     ).split([rows * head_size, rows * (row - compat.BYTES_OF_SCALES - head_size), 4 * rows, 4 * rows], dim=2)
 
-    def by_token(part: torch.Tensor) -> torch.Tensor:
-        """From [blocks, heads or 1, rows, ...] to [blocks, page, heads, ...]."""
+    def rows_of(part: torch.Tensor) -> torch.Tensor:
+        """Elements [blocks, page, heads, columns]."""
+        part = part.view(dtype).unflatten(2, (rows, -1))
         return part.transpose(1, 2) if is_by_head else part.squeeze(1).unflatten(1, (page, heads))
 
-    k, v = (by_token(part.view(dtype).unflatten(2, (rows, -1))) for part in parts[:2])
-    k_scale, v_scale = (by_token(part.view(torch.float32)) for part in parts[2:])
+    def scales_of(part: torch.Tensor) -> torch.Tensor:
+        """Scales [blocks, page, heads], each head's side by side."""
+        return part.view(torch.float32).view(blocks, heads, page).transpose(1, 2)
+
+    k, v = map(rows_of, parts[:2])
+    k_scale, v_scale = map(scales_of, parts[2:])
     view = KVCache(k, v, k_scale, v_scale)
     kv_cache._attn_backend_view = view  # type: ignore[attr-defined]
     return view

@@ -168,6 +168,7 @@ def test_all_bytes_of_vllms_pages_are_used_once(
         view = token_scaled_view(cache, head_size, TOKEN_SCALED_CACHES[name])
         assert view.k.shape == view.v.shape == (num_blocks, page, num_kv_heads, head_size)
         assert all(x.data_ptr() % 8 == 0 and x.stride(1) % 8 == 0 for x in (view.k, view.v))
+        assert view.k_scale.stride(1) == view.v_scale.stride(1) == 1  # one sector has 8 scales of a head
         add_1_to_each_byte(view)
     assert (raw == 1).all()
 
