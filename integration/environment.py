@@ -67,6 +67,7 @@ TEST_TOOLS = [
     "mypy==2.4.1",
 ]
 ORACLES = ["jax==0.10.2", "jaxlib==0.10.2"]  # attention written by others
+NVRTC = "nvidia-cuda-nvrtc==13.0.88"  # compiles variants where nvcc is missing
 TORCHVISION_SHIM = REPOSITORY / "integration" / "sglang_cpu" / "sitecustomize.py"
 SOURCES = ["pyproject.toml", "CMakeLists.txt", "attn_backend", "csrc"]
 STAMP = ".steps"
@@ -142,7 +143,7 @@ SGLANG_ON_CPU = [
 # the same steps; vLLM has brought most of the packages
 AFTER_VLLM = [SGLANG_ON_CPU[0], SGLANG_ON_CPU[1]._replace(download_mb=60, disk_mb=400)]
 DEMO = Step("tools", [*MODEL_TOOLS, *TOOLS], 60, 250)
-TESTS = Step("test tools", [*TEST_TOOLS, *CPP_TOOLS, *ORACLES], 250, 900)
+TESTS = Step("test tools", [*TEST_TOOLS, *CPP_TOOLS, *ORACLES, NVRTC], 340, 1150)
 
 # A demo and the tests may share a folder and do not repeat each other's steps
 KINDS: dict[str, list[Step]] = {
