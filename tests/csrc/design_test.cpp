@@ -58,7 +58,7 @@ Launched launch_sm90(const attn::LatentAttentionParams& params, bool is_ragged, 
   level.table.indices = is_ragged ? nullptr : indices;
   const attn::KernelCode codes[2] = {{kMemory, 1}, {kMemory, 2}};
   const attn::LaunchContext context{&level,       1,      attn::DataType::kBFloat16, q_dtype, kv_dtype, dims, codes,
-                                    {kMemory, 3}, encode, attn::bytes_of(kv_dtype), {}};
+                                    {kMemory, 3}, encode, attn::bytes_of(kv_dtype),  {}};
   attn::KernelArguments arguments;
   encoded.clear();
   const int32_t kernel = attn::sm90::kDesign.make_arguments(params, context, arguments);
