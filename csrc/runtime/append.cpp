@@ -105,8 +105,9 @@ void set_scales(const char* name, const AnyView& given, const TensorView& cache,
   if (is_int8 || (tensor && tensor->ndim() == 3)) {
     if (!is_int8 && cache.dtype() != dl_dtype(DataType::kFloat8E4M3))
       refuse("kv.k.dtype", dtype_name(cache.dtype()), "float8_e4m3fn or int8 with a scale for each token and head");
-    token_scales = checked_token_scales(name, given, cache);
-    return check_no_overlap(name, *tensor);
+    token_scales = checked_token_scales(name, given, cache);  // refuses what is no tensor
+    if (tensor) check_no_overlap(name, *tensor);
+    return;
   }
   scale = append_scale(name, given, cache.device(), cache.size(2));
 }
