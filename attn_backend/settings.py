@@ -26,6 +26,8 @@ def _none_if_empty(value: object) -> object:
     return None if value == "" else value
 
 
+_DEQUANTIZED_MIB, _MAX_DEQUANTIZED_MIB = 128, 1 << 20
+
 Switch = Annotated[bool, BeforeValidator(_false_if_empty)]
 
 
@@ -59,9 +61,12 @@ class Settings(BaseModel):
         description="report metadata errors that only the device can detect, and refuse a second thread; "
         "synchronizes",
     )
-    dequantized_mib: Annotated[int, BeforeValidator(_false_if_empty)] = Field(
-        128,
+    dequantized_mib: Annotated[
+        int, BeforeValidator(lambda value: _DEQUANTIZED_MIB if value == "" else value)
+    ] = Field(
+        _DEQUANTIZED_MIB,
         ge=0,
+        le=_MAX_DEQUANTIZED_MIB,
         description="MiB of each workspace on Hopper for a 16-bit copy of what prompts read from an 8-bit "
         "cache; a prompt that finds no room there is slower",
     )

@@ -41,12 +41,20 @@ def test_switches(field: str, value: str, expected: bool, monkeypatch: pytest.Mo
     assert getattr(Settings.read(), field) is expected
 
 
+@pytest.mark.parametrize(("value", "expected"), [("", 128), ("0", 0), ("64", 64)])
+def test_the_room_of_dequantized_tokens(value: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PREFIX + "DEQUANTIZED_MIB", value)
+    assert Settings.read().dequantized_mib == expected
+
+
 @pytest.mark.parametrize(
     ("name", "value", "must_be"),
     [
         ("CASCADE", "2", "must be 0 or 1"),
         ("DEBUG", "maybe", "must be 0 or 1"),
         ("SAMPLER", "sglang", "must be 0 or 1"),
+        ("DEQUANTIZED_MIB", "-1", "must be greater than or equal to 0"),
+        ("DEQUANTIZED_MIB", "99999999999999", "must be less than or equal to 1048576"),
         ("ARCH", "sm_70", "must be 'sm_90a' or 'sm_80'"),
         ("CPU_ISA", "avx1024", "must be 'baseline', 'avx2', 'avx512' or 'amx'"),
     ],

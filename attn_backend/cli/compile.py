@@ -200,14 +200,14 @@ def _compile_variants(arguments: argparse.Namespace) -> None:
         for dtype in arguments.dtype or ["bfloat16"]:
             for head_dim in arguments.head_dim or [HeadDims.of(128)]:
                 variant.check_head_dim(*head_dim)
-                float8 = (
+                of_cache = (
                     arguments.kv_dtype,
                     arguments.float8_q,
                     arguments.float8_out,
                     arguments.token_scales,
                 )
                 for entry in cubins.compile_ahead(
-                    variant, archs, arguments.kernel, dtype, head_dim, isa, arguments.sinks, *float8
+                    variant, archs, arguments.kernel, dtype, head_dim, isa, arguments.sinks, *of_cache
                 ):
                     print(entry, flush=True)
 

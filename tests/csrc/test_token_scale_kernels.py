@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None
 def test_random_cases(
     emulated: Path, kernel: str, form: tuple[torch.dtype, int], stored: torch.dtype
 ) -> None:
-    """Pages of 1 to 64 tokens, windows, soft caps, shared prefixes; scales of unused slots are NaN."""
+    """Pages of 1 to 64 tokens, windows, soft caps, shared prefixes; scales of unused slots are no numbers."""
     dtype, head_dim = form
     for number, (qo_lens, kv_lens) in in_turn(BATCHES, FORMS.index(form), without_gpu=2):
         rng = numpy.random.default_rng([number, head_dim, 89])
@@ -73,6 +73,21 @@ def test_variants_that_transform_rows(emulated: Path, kernel: str) -> None:
         attention.plan(case.view)
         case.run(attention, out=case.out, lse=case.lse, logits_soft_cap=0.0)  # type: ignore[arg-type]
         problem.check(case.out, case.lse, kernel, rounding(by_reference(variant, {}), variant, spec.dtype))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_variants_without_softmax(emulated: Path, kernel: str) -> None:
+    """Weights of hidden tokens are 0, whatever the scales of unused slots are."""
+    variant = builtin.sigmoid(-3.0)
+    spec = cases.Spec((1, 70, 3), (70, 90, 30), num_kv_heads=2, group_size=2, head_dim=64, num_ctas=3)
+    problem = Float8Case(spec, "cpu", torch.float8_e4m3fn, "token", "token")
+    case = problem.case
+    made = case.attention(kernel=kernel, variant=variant, **problem.options)
+    attention = DeviceAttention(emulated, made, kernel, 0, variant)
+    attention.plan(case.view)
+    case.run(attention, out=case.out, logits_soft_cap=0.0)  # type: ignore[arg-type]
+    exact = by_reference(variant, {})
+    problem.check(case.out, None, kernel, rounding(exact, variant, spec.dtype))
 
 
 @pytest.mark.parametrize("cache", CACHES)

@@ -119,7 +119,7 @@ INT8_FACTOR = 40.0
 
 def token_scales(kv: KVCache, slots: list[Tensor], dtype: torch.dtype, seed: int) -> Tensor:
     """Scales of the tokens in `slots`, [pages, page_size, heads] in an order of the dimensions that the seed
-    chooses. Scales of other tokens are NaN. dtype: of the elements.
+    chooses. Scales of other tokens are NaN or infinite. dtype: of the elements.
     """
     rng = numpy.random.default_rng([seed, 88])
     shape = kv.k.shape[:3]
@@ -128,7 +128,8 @@ def token_scales(kv: KVCache, slots: list[Tensor], dtype: torch.dtype, seed: int
     used = torch.zeros(shape[0] * shape[1], dtype=torch.bool)
     for own in slots:
         used[own.cpu()] = True
-    values[~used.view(shape[:2])] = torch.nan
+    poison = torch.tensor([torch.nan, torch.inf])[torch.arange(len(used)) % 2]
+    values.view(-1, shape[2])[~used] = poison[~used, None]
     order = rng.permutation(3)
     room = torch.full([2 * shape[dim] for dim in order], torch.nan, device=kv.device)
     place = room.permute(*numpy.argsort(order).tolist())[tuple(slice(size, 2 * size) for size in shape)]

@@ -9,7 +9,7 @@
 // Tiles of long row groups have been dequantized before (dequantized_kv.h), and are only loaded.
 //
 // Row tiles of 16 rows take their tiles as they are stored, and dequantize them in registers, unless a variant
-// transforms them, or their rows have scales (TokenScales). Their tiles take one stage.
+// transforms them. Their tiles take one stage.
 #pragma once
 
 #include "attention/feed/kv_copiers.cuh"

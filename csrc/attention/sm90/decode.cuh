@@ -112,8 +112,11 @@ struct Decode {
         state.template dequantized_scores<kQkColumns, kTokens, Keys, KvElement, Switches::kMayKeepSums>(
             s, [&](int, int d, uint32_t (&a)[4]) { held.get(a, q, d); }, k);
         held.finish(s);
-        if constexpr (Switches::kHasTokenScales)
-          multiply_columns(s, shared.token_scales(keys.index) + warp.first_token * 4);
+        if constexpr (Switches::kHasTokenScales) {
+          float2 factors[kTokens / 8];
+          load_scales(factors, shared.token_scales(keys.index) + warp.first_token * 4);
+          multiply_columns(s, factors);
+        }
       } else {
         state.template scores<kQkColumns, kTokens, Query, Keys>(s, q, k);
       }
@@ -168,33 +171,34 @@ struct Decode {
   }
 
   template <int kBlocks>
-  __device__ __forceinline__ static void multiply_columns(float (&s)[1][kBlocks][4], uint32_t scales) {
-    float2 pairs[kBlocks];
-    load_scales(pairs, scales);
+  __device__ __forceinline__ static void multiply_columns(float (&s)[1][kBlocks][4], const float2 (&factors)[kBlocks]) {
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
-      s[0][n][0] *= pairs[n].x;
-      s[0][n][1] *= pairs[n].y;
-      s[0][n][2] *= pairs[n].x;
-      s[0][n][3] *= pairs[n].y;
+      s[0][n][0] *= factors[n].x;
+      s[0][n][1] *= factors[n].y;
+      s[0][n][2] *= factors[n].x;
+      s[0][n][3] *= factors[n].y;
     }
   }
 
-  /// P = softmax(S) times V's TokenScales. Tokens that no row sees may have NaN as scales.
+  /// P = softmax(S) times V's TokenScales. Those of tokens that no row sees may be NaN or infinite, which must not
+  /// reach P: they are limited.
   template <int kBlocks>
   __device__ __forceinline__ static void scale_probabilities(State& state, float (&s)[1][kBlocks][4],
                                                              uint32_t (&p)[1][kBlocks][2], uint32_t scales) {
-    if constexpr (!Switches::kUsesSoftmax) {
-      multiply_columns(s, scales);
-      return State::pack_weights(s, p);
-    }
-    constexpr float kSmallest = 1e-30f;
+    constexpr float kSmallest = 1e-30f, kLargest = 1e30f;
     float2 weights[kBlocks];
     load_scales(weights, scales);
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n)
-      weights[n] = make_float2(fmaxf(weights[n].x, kSmallest), fmaxf(weights[n].y, kSmallest));
-    state.update(s, p, weights);
+      weights[n] =
+          make_float2(fminf(fmaxf(weights[n].x, kSmallest), kLargest), fminf(fmaxf(weights[n].y, kSmallest), kLargest));
+    if constexpr (Switches::kUsesSoftmax) {
+      state.update(s, p, weights);
+    } else {
+      multiply_columns(s, weights);
+      State::pack_weights(s, p);
+    }
   }
 
   /// Transforms the warp's rows of the tile at `part`, from `row` on. `token`: of the first.
