@@ -218,6 +218,32 @@ def test_decodes_and_prompts_of_one_cta(emulated: Path, form: tuple[torch.dtype,
         problem.check(case.out, case.lse, "hopper")
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_copy_is_read_after_a_long_decode(
+    emulated: Path, monkeypatch: pytest.MonkeyPatch, head_dim: int
+) -> None:
+    """The warpgroups of a decode do not wait for each other: the stages of one may be a round behind."""
+    monkeypatch.setenv("ATTN_BACKEND_DEQUANTIZED_MIB", "4")
+    for seed in range(3):
+        spec = cases.Spec(
+            (1, 400, 1, 400),
+            (5000, 400, 3000, 420),
+            num_kv_heads=1,
+            group_size=4,
+            head_dim=head_dim,
+            seed=seed,
+        )
+        spec = spec.with_(num_ctas=1, page_size=64)
+        problem = Float8Case(spec, "cpu", torch.float8_e4m3fn, "head", "tensor")
+        case = problem.case
+        made = case.attention(kernel="hopper", cascade=False, **problem.options)
+        attention = DeviceAttention(emulated, made, "hopper", seed)
+        attention.plan(case.view)
+        case.run(attention, out=case.out, lse=case.lse)  # type: ignore[arg-type]
+        problem.check(case.out, case.lse, "hopper")
+        assert (made.schedule().of_groups("dequantized_row") >= 0).tolist() == [False, True, False, True]
+
+
 SLOPES = builtin.alibi_slopes(6) / 4
 IDS = torch.randint(4, (3, 8), generator=torch.Generator().manual_seed(3), dtype=torch.int32)
 IDS = IDS.repeat_interleave(200, dim=1)

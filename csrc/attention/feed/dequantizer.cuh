@@ -71,7 +71,9 @@ class InPlaceDequantizer {
     }
   }
 
-  /// The same for tiles of DequantizedKv. One of the two warps that share a tile loads all of it. `row_of`: the row
+  /// The same for tiles of DequantizedKv. If stages have two parts, each warp loads its own tokens and waits only for
+  /// its own parts. After row tiles of 16 rows the other warp's parts may be a round of the ring behind, and a wait for
+  /// them would end too early. Otherwise one of the two warps that share a tile loads all of it. `row_of`: the row
   /// there at which tile number i begins.
   template <class RowOf>
   __device__ __forceinline__ void load(const typename Traits::Params& params, int32_t head, int count, int limited,
@@ -80,15 +82,27 @@ class InPlaceDequantizer {
     for (int i = 0; i < count; ++i) {
       const Place to = dequantized_place(place);
       wait_for_room(to, i < limited);
-      if (share_.first_token == 0) {
-        for (int part = 1; part < kTileParts; ++part) shared_.wait_kv_free(to.ahead(part));
-        if (ptx::lane_id() == 0) {
-          const uint32_t full = shared_.kv_full(to.index);
-          ptx::mbarrier_expect(full, Traits::kTuning.kv_tile * share_.wide_blocks() * kBlockRowBytes);
-          ptx::copy_box(ptx::shared_address(shared_.kv(to.index)),
-                        share_.is_v ? params.dequantized_v : params.dequantized_k, full, 0, row_of(i),
-                        head * share_.wide_blocks(), 0, ptx::kKeepNormally);
+      if constexpr (kParts == 1) {
+        if (share_.first_token == 0) {
+          for (int part = 1; part < kTileParts; ++part) shared_.wait_kv_free(to.ahead(part));
+          if (ptx::lane_id() == 0) {
+            const uint32_t full = shared_.kv_full(to.index);
+            ptx::mbarrier_expect(full, Traits::kTuning.kv_tile * share_.wide_blocks() * kBlockRowBytes);
+            ptx::copy_box(ptx::shared_address(shared_.kv(to.index)),
+                          share_.is_v ? params.dequantized_v : params.dequantized_k, full, 0, row_of(i),
+                          head * share_.wide_blocks(), 0, ptx::kKeepNormally);
+          }
         }
+      } else if (ptx::lane_id() == 0) {
+        const uint32_t full = shared_.kv_full(to.index);
+        const uint32_t target = ptx::shared_address(shared_.kv(to.index)) + share_.first_token * kBlockRowBytes;
+        const int blocks = share_.wide_blocks(), row = row_of(i) + share_.first_token;
+        ptx::mbarrier_expect(full, Share::kTokens * blocks * kBlockRowBytes);
+#pragma unroll 1
+        for (int block = 0; block < blocks; ++block)
+          ptx::copy_box(target + block * KTile<Traits>::kBlockBytes,
+                        share_.is_v ? params.dequantized_v : params.dequantized_k, full, 0, row, head * blocks + block,
+                        0, ptx::kKeepNormally);
       }
       arrive_full(to.index);
       place = place.ahead(2 * kTileParts);

@@ -34,7 +34,8 @@ struct TmaParams {
   TensorMap q;
   /// A box has one row.
   TensorMap q_row;
-  /// Of DequantizedKv, if there is one. Dimensions: column, row, block of 64 columns. A box is a KV tile of one head.
+  /// Of DequantizedKv, if there is one. Dimensions: column, row, block of 64 columns. A box is a KV tile of
+  /// one head, or, if stages have two parts, one block of half a KV tile.
   TensorMap dequantized_k;
   TensorMap dequantized_v;
 };

@@ -102,6 +102,7 @@ inline bool encode_cache(const AttentionParams& params, const LaunchContext& con
 
 /// Encodes the maps of DequantizedKv, which TMA can always load.
 inline void encode_dequantized(const LaunchContext& context, TmaParams& tma) {
+  const int32_t parts = tuning(context.dims, context.kv_form).stage_parts;
   const auto encode = [&](const void* data, int32_t head_columns, TensorMap& map) {
     const int32_t blocks = dequantized_columns(head_columns) / kBlockColumns;
     Tensor4d t{};
@@ -115,8 +116,8 @@ inline void encode_dequantized(const LaunchContext& context, TmaParams& tma) {
     t.strides[1] = kBlockColumns;
     t.strides[2] = t.strides[0] * context.dequantized.rows;
     t.box[0] = kBlockColumns;
-    t.box[1] = static_cast<uint32_t>(tma.attention.kv_tile);
-    t.box[2] = static_cast<uint32_t>(blocks);
+    t.box[1] = static_cast<uint32_t>(tma.attention.kv_tile / parts);
+    t.box[2] = static_cast<uint32_t>(parts > 1 ? 1 : blocks);
     t.box[3] = 1;
     context.encode(t, map);
   };
