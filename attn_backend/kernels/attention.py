@@ -209,7 +209,8 @@ class AttentionConfig:
         element = DTYPE_NAMES[self.dtype]
         names = {"plan": "plan"}
         kv_element = kv_element_of(self.kv_dtype, self.dtype, self.token_scales)
-        if design.reads_dequantized and kv_element in manifest.DEQUANTIZED_ELEMENTS:
+        is_dequantized = kv_element in manifest.DEQUANTIZED_ELEMENTS and not self.dims.is_wide
+        if design.reads_dequantized and is_dequantized:
             names["dequantize"] = manifest.dequantize_name(element, kv_element)
         shape = manifest.KernelShape(element, self.dims, kv_element, self.q_dtype != self.dtype)
         for prefix, out_element in manifest.out_elements(element, self.float8_out).items():
