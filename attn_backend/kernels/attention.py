@@ -209,8 +209,8 @@ class AttentionConfig:
         element = DTYPE_NAMES[self.dtype]
         names = {"plan": "plan"}
         kv_element = kv_element_of(self.kv_dtype, self.dtype, self.token_scales)
-        is_dequantized = kv_element in manifest.DEQUANTIZED_ELEMENTS and not self.dims.is_wide
-        if design.reads_dequantized and is_dequantized:
+        reads_dequantized = design.reads_dequantized and not self.dims.is_wide
+        if reads_dequantized and kv_element in manifest.DEQUANTIZED_ELEMENTS:
             names["dequantize"] = manifest.dequantize_name(element, kv_element)
         shape = manifest.KernelShape(element, self.dims, kv_element, self.q_dtype != self.dtype)
         for prefix, out_element in manifest.out_elements(element, self.float8_out).items():
