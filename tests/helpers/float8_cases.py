@@ -23,7 +23,7 @@ TOKEN_DTYPES = (torch.float8_e4m3fn, torch.int8)  # of caches with a scale for e
 SCALES = ("number", "tensor", "head", "request", "request and head")
 Q_SCALES = ("number", "tensor", "head")
 TOLERANCE = 4e-3  # ||o - ref|| / ||ref||
-ROUNDED_TOLERANCE = 6e-3  # if rows are multiplied by their own scales and rounded to Q's type
+ROUNDED_TOLERANCE = 8e-3  # an eps of bfloat16: rows are multiplied by their own scales and rounded
 # If Q, K, V and probabilities are multiplied in e4m3: these have three bits after the first, and sums of
 # products have 14 in all.
 MULTIPLIED_TOLERANCE = 3.5e-2
@@ -263,7 +263,8 @@ class Float8Case:
             else (TOLERANCE, ())
         )
         if self.options.get("token_scales"):
-            tolerance, tolerances = ROUNDED_TOLERANCE, (None, lse_tolerance_of_rounded_k(self.case.spec))
+            tolerance = ROUNDED_TOLERANCE
+            tolerances = (tolerance, lse_tolerance_of_rounded_k(self.case.spec))
         elif variant is not None:
             tolerances = (None, lse_tolerance_of_transforms(self.case, variant, self.case.spec.dtype))
         case_tensors.check(self.case, out, lse, expected, *tolerances)
