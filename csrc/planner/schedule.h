@@ -72,9 +72,10 @@ struct RowGroup {
   int32_t kv_offset;   // tokens of its request that come before its first one
   int32_t q_position;  // of its row number 0 among the tokens of its request
   int32_t request;     // its place in the batch; -1: its rows are of several requests (Schedule::row_requests)
-  // Of long row groups over an 8-bit cache: token t is row t - dequantized_token + dequantized_row of DequantizedKv
-  // (attention/feed/dequantized_kv.h), from dequantized_token on.
-  int32_t dequantized_row;  // -1: it has no rows in DequantizedKv
+
+  /// The place in DequantizedKv (attention/feed/dequantized_kv.h) of a long row group's tokens. Token dequantized_token
+  /// is in row dequantized_row, and later tokens follow. Row -1: the row group has no place there.
+  int32_t dequantized_row;
   int32_t dequantized_token;
 };
 
@@ -263,8 +264,12 @@ struct ScheduleConfig {
   int32_t min_queue_pairs;  // a work queue is used if a CTA's share holds at least this number of the longest pairs; 0:
                             // never (distribute_pairs() in cost_model.h has further cases)
   int32_t section_tokens;   // of one KV head whose K and V fill a section of L2 (queued_pair() in schedule_reader.h)
-  int32_t dequantized_tokens;    // rows of DequantizedKv; 0: there is none
-  int32_t min_dequantized_rows;  // packed rows of a row group whose tokens go there
+
+  /// Rows of DequantizedKv. 0: the object has none.
+  int32_t dequantized_tokens;
+  /// A row group of fewer packed rows gets no place there.
+  int32_t min_dequantized_rows;
+
   int32_t min_share;  // smallest cost that is worth a CTA; >= every weight, so that no part of a split tile is empty
   int32_t kv_tile_cost[kNumCostKinds];  // cost of one KV tile
   int32_t pair_cost[kNumCostKinds];     // cost of a (row tile, KV head) pair without its KV tiles: load Q, write O

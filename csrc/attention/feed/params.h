@@ -23,7 +23,7 @@ struct TmaParams {
   int32_t has_row_maps;  // 0: maps `o` and `q` describe nothing; the largest row tiles are gathered, and all are stored
                          // row by row
   int32_t has_one_row_map;  // 0: map `q_row` describes nothing; smaller row tiles are gathered
-  int32_t has_dequantized;  // DequantizedKv has the tokens of the row groups that the plan has placed there
+  int32_t has_dequantized;  // 0: this run ignores the plan's places in DequantizedKv; it has filled none
   int32_t v_is_k;           // V's columns are the first of K's, in the same memory; read by kernels of wide heads
   AttentionParams attention;
   TensorMap k;

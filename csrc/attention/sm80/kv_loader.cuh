@@ -129,7 +129,9 @@ struct KvLoader {
   int32_t entry;   // of the page table, for this thread's token
   bool more;       // the cursor is inside the interval
   bool published;  // value of `more` when addresses were last published: there is a KV tile to be copied
-  float scales[Traits::Variant::kHasTokenScales ? kPairs : 1] = {};  // of this thread's tokens, the next KV tile first
+
+  /// TokenScales of this thread's tokens. The first is of the KV tile that is copied next.
+  float scales[Traits::Variant::kHasTokenScales ? kPairs : 1] = {};
 
   __device__ __forceinline__ KvLoader(const AttentionParams& params_, const Visibility& first_visibility_,
                                       const WorkCursor& first, char* shared_)

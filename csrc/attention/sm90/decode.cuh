@@ -181,8 +181,8 @@ struct Decode {
     }
   }
 
-  /// P = softmax(S) times V's TokenScales. Those of tokens that no row sees may be NaN or infinite, which must not
-  /// reach P: they are limited.
+  /// P = softmax(S) times V's TokenScales. If no row sees a token, its scale may be NaN or infinite. Limits keep such
+  /// scales out of P.
   template <int kBlocks>
   __device__ __forceinline__ static void scale_probabilities(State& state, float (&s)[1][kBlocks][4],
                                                              uint32_t (&p)[1][kBlocks][2], uint32_t scales) {

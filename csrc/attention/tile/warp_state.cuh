@@ -93,8 +93,8 @@ struct WarpState {
   }
 
   /// The same with K of an 8-bit cache, which is dequantized on the way. A lane gets words of K with four neighboring
-  /// columns: it uses the first two as its columns of the first half of a product's depth, the others as those of the
-  /// second half. `query(b, d, a)` loads Q in the same order: rows of block b, columns from 16 * d on (load_query()).
+  /// columns. It uses the first two in the first half of a product's depth, and the other two in the second half.
+  /// `query(b, d, a)` loads Q in the same order: rows of block b, columns from 16 * d on (load_query()).
   /// `k`: as in scores(). kMayKeepSums: there are registers for two sums.
   template <int kQkColumns, int kTokens, class KTile, class KvElement, bool kMayKeepSums = true, class Query>
   __device__ __forceinline__ void dequantized_scores(float (&s)[kRowBlocks][kTokens / 8][4], const Query& query,
