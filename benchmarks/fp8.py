@@ -1,5 +1,6 @@
-"""Attention over an 8-bit cache (e4m3), with bf16 and 8-bit queries, compared with four baselines. These are
-our own bf16, FA3 over the same cache (8-bit Q), FlashInfer with both kinds of queries, and the floor.
+"""Attention over 8-bit caches: e4m3 with one scale, with bf16 and 8-bit queries, and e4m3 and int8 with a
+scale for each token and head. Compared with our own bf16, FA3 over e4m3 (8-bit Q), FlashInfer with both kinds
+of queries, vLLM's Triton kernel over scales for each token, and the floor.
 
 One process, one GPU, 32/8 heads, head_dim 128 (prompts also with 32/8 heads of 64, and 16/4 of 256), page
 16, cold L2, CUDA-graph replay, median. The floor: bytes
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from attn_backend import Attention, KVCache
+from attn_backend.jit.manifest import SHIPPED_TOKEN_HEAD_DIMS, HeadDims
 from benchmarks.batches import LARGEST_ERROR, Batch, ours, reference, relative_error
 from benchmarks.cases import Case
 from benchmarks.lines import measure_lines
@@ -31,9 +33,14 @@ HEADS = {128: (32, 8), 64: (32, 8), 256: (16, 4)}
 FLOAT8 = torch.float8_e4m3fn
 LARGEST_FLOAT8 = torch.finfo(FLOAT8).max
 K_SCALE, V_SCALE = 0.02, 0.01
-PEERS = {"FA3": ("FA3 fp8",), "FlashInfer": ("FlashInfer fp8", "FlashInfer fp8 Q")}  # and their columns
+TOKEN_SCALED = {"fp8, token scales": FLOAT8, "int8, token scales": torch.int8}  # and their elements
+PEERS = {  # and their columns
+    "FA3": ("FA3 fp8",),
+    "FlashInfer": ("FlashInfer fp8", "FlashInfer fp8 Q"),
+    "Triton": tuple(f"Triton {column}" for column in TOKEN_SCALED),
+}
 PEER_COLUMNS = [column for columns in PEERS.values() for column in columns]
-COLUMNS = ("floor", "bf16", "fp8", "fp8, scales of heads", "fp8 Q", *PEER_COLUMNS)
+COLUMNS = ("floor", "bf16", "fp8", "fp8, scales of heads", *TOKEN_SCALED, "fp8 Q", *PEER_COLUMNS)
 LARGEST_FLOAT8_Q_ERROR = 6e-2  # 8-bit probabilities and Q
 
 
@@ -75,6 +82,26 @@ def quantised(batch: Batch) -> tuple[torch.Tensor, Batch]:
     return cache, replace(batch, cache=wide)
 
 
+def quantised_by_token(batch: Batch, dtype: torch.dtype) -> tuple[KVCache, Batch]:
+    """The cache with a scale for each token and head, and the batch with the values that it represents. The
+    scales of a page are [num_kv_heads, page_size] in memory.
+    """
+    cache = torch.empty_like(batch.cache, dtype=dtype)
+    wide = torch.empty_like(batch.cache)
+    scales = torch.empty(*(batch.cache.shape[i] for i in (0, 1, 3, 2)), device=batch.cache.device).transpose(
+        2, 3
+    )
+    largest = LARGEST_FLOAT8 if dtype == FLOAT8 else 127.0
+    for pages, to, back, scale in zip(
+        *(tensor.split(1024) for tensor in (batch.cache, cache, wide, scales)), strict=True
+    ):
+        scale.copy_(pages.float().abs().amax(-1) / largest)
+        elements = pages.float() / scale[..., None]
+        to.copy_(elements.round() if dtype == torch.int8 else elements)
+        back.copy_(to.float() * scale[..., None])
+    return KVCache.from_tensor(cache, k_scale=scales[:, 0], v_scale=scales[:, 1]), replace(batch, cache=wide)
+
+
 def quantised_q(batch: Batch) -> tuple[torch.Tensor, float]:
     """Q in 8 bits, and its scale."""
     scale = float(batch.q.abs().max()) / LARGEST_FLOAT8
@@ -90,14 +117,20 @@ def widened(batch: Batch, cache: torch.Tensor, of_heads: bool = False, float8_q:
         torch.full((case.num_kv_heads,), scale, device=cache.device) if of_heads else scale
         for scale in (K_SCALE, V_SCALE)
     )
-    kv = KVCache.from_tensor(cache, k_scale=k_scale, v_scale=v_scale)
-    room: dict[str, Any] = {"device": cache.device, "max_rows": len(batch.q), "max_batch": len(case.kv_lens)}
+    return attends(batch, KVCache.from_tensor(cache, k_scale=k_scale, v_scale=v_scale), float8_q)
+
+
+def attends(batch: Batch, kv: KVCache, float8_q: bool = False) -> Run:
+    """Ours over `kv`."""
+    case = batch.case
+    room: dict[str, Any] = {"device": kv.device, "max_rows": len(batch.q), "max_batch": len(case.kv_lens)}
     attention = Attention(
         case.num_qo_heads,
         case.num_kv_heads,
         case.head_dim,
-        kv_dtype=FLOAT8,
+        kv_dtype=kv.dtype,
         q_dtype=FLOAT8 if float8_q else None,
+        token_scales=kv.has_token_scales,
         **room,
     )
     attention.plan(batch.view)
@@ -198,76 +231,151 @@ def flashinfer_float8_q(batch: Batch, cache: torch.Tensor) -> Run:
     return lambda: wrapper.run(q, cache, *scales, out=out)
 
 
-def peers_of(batch: Batch, cache: torch.Tensor) -> dict[str, Kernels]:
+def triton(batch: Batch, kv: KVCache) -> Run:
+    """vLLM's Triton kernel, as vLLM calls it over a cache with a scale for each token and head."""
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    case, device = batch.case, kv.device
+    segments, most_requests = 16, 128 // case.num_kv_heads  # as in v1/attention/backends/triton_attn.py
+    parts = torch.empty(most_requests, case.num_qo_heads, segments, case.head_dim, device=device)
+    out = torch.empty_like(batch.q)
+    dtype = "INT8" if kv.dtype == torch.int8 else "FP8"
+    arguments = {
+        "q": batch.q,
+        "k": kv.k,
+        "v": kv.v,
+        "out": out,
+        "cu_seqlens_q": batch.qo_indptr,
+        "max_seqlen_q": max(case.qo_lens),
+        "seqused_k": batch.kv_lens,
+        "max_seqlen_k": max(case.kv_lens),
+        "softmax_scale": case.head_dim**-0.5,
+        "causal": True,
+        "window_size": (-1, -1),
+        "block_table": batch.block_table,
+        "softcap": 0.0,
+        "q_descale": None,
+        "k_descale": None,
+        "v_descale": None,
+        "seq_threshold_3D": most_requests,
+        "num_par_softmax_segments": segments,
+        "softmax_segm_output": parts,
+        "softmax_segm_max": torch.empty_like(parts[..., 0]),
+        "softmax_segm_expsum": torch.empty_like(parts[..., 0]),
+        "kv_quant_mode": KVQuantMode[f"{dtype}_PER_TOKEN_HEAD"],
+        "k_scale_cache": kv.k_scale,
+        "v_scale_cache": kv.v_scale,
+    }
+
+    def run() -> torch.Tensor:
+        unified_attention(**arguments)
+        return out
+
+    return run
+
+
+def peers_of(batch: Batch, cache: torch.Tensor, token_scaled: dict[str, KVCache]) -> dict[str, Kernels]:
     """The kernels of each column of a peer, by name; the fastest counts."""
     bf16_q = ("tensor cores", "CUDA cores") if max(batch.case.qo_lens) == 1 else ("fa2",)
-    return {
+    kernels: dict[str, Kernels] = {
         "FA3 fp8": {"FA3 fp8": partial(flash_attention_3, batch, cache)},
         "FlashInfer fp8": {kernel: partial(flashinfer, batch, cache, kernel) for kernel in bf16_q},
         "FlashInfer fp8 Q": {"fa3": partial(flashinfer_float8_q, batch, cache)},
     }
+    for name, kv in token_scaled.items():
+        kernels[f"Triton {name}"] = {f"Triton {name}": partial(triton, batch, kv)}
+    return kernels
 
 
 def measure(
     case: Case, timer: Timer, machine: Machine, peers: Collection[str] = tuple(PEERS)
 ) -> dict[str, Any]:
     """One line of the table; times in µs. peers: the measured ones."""
-    cache, batch = quantised(Batch.make(case))
+    original = Batch.make(case)
+    cache, batch = quantised(original)
     last = len(case.kv_lens) - 1
-    expected = reference(batch, last)
+    expected = dict.fromkeys(COLUMNS, reference(batch, last))
     first = int(batch.qo_indptr[last])
+    token_scaled = {}
+    for name, dtype in TOKEN_SCALED.items():
+        token_scaled[name], dequantized = quantised_by_token(original, dtype)
+        expected[name] = expected[f"Triton {name}"] = reference(dequantized, last)
+        del dequantized
     runs = {
         "bf16": ours(batch).run,
         "fp8": widened(batch, cache),
         "fp8, scales of heads": widened(batch, cache, of_heads=True),
+        **{name: attends(batch, kv) for name, kv in token_scaled.items()},
+        "fp8 Q": widened(batch, cache, float8_q=True),
     }
-    runs["fp8 Q"] = widened(batch, cache, float8_q=True)
+    if HeadDims(case.head_dim, case.head_dim) not in SHIPPED_TOKEN_HEAD_DIMS:  # their kernels spill
+        for name in TOKEN_SCALED:
+            del runs[name], token_scaled[name]
     times = timer.together(list(runs.values()))
     line: dict[str, Any] = {
         "case": case.name,
         "floor": floor_bytes(case) / machine.bandwidth * 1e6,
-    } | dict.fromkeys(PEER_COLUMNS)
+    } | dict.fromkeys(COLUMNS[1:])
     for (name, run), time in zip(runs.items(), times, strict=True):
-        line[name], line[f"{name} error"] = time, relative_error(run()[first:], expected)
+        line[name], line[f"{name} error"] = time, relative_error(run()[first:], expected[name])
         if not line[f"{name} error"] <= (LARGEST_FLOAT8_Q_ERROR if name == "fp8 Q" else LARGEST_ERROR):
             print(f"{case.name}: {name}: WRONG, relative error {line[f'{name} error']:.1e}", flush=True)
-    kernels = peers_of(batch, cache)
-    for column in (column for peer in peers for column in PEERS[peer]):
-        largest = LARGEST_ERROR if column == "FlashInfer fp8" else LARGEST_FLOAT8_Q_ERROR
+    kernels = peers_of(batch, cache, token_scaled)
+    for column in (column for peer in peers for column in PEERS[peer] if column in kernels):
+        largest = LARGEST_FLOAT8_Q_ERROR if column in ("FA3 fp8", "FlashInfer fp8 Q") else LARGEST_ERROR
         line |= fastest(
             column,
             case.name,
             kernels[column],
             timer,
-            lambda out: relative_error(out[first:], expected),
+            partial(error_of_last, first, expected[column]),
             largest,
         )
     return line
 
 
+def error_of_last(first: int, expected: torch.Tensor, out: torch.Tensor) -> float:
+    """Of the rows from `first` on, which are the last request's."""
+    return relative_error(out[first:], expected)
+
+
+RATIOS = {  # a column's time / another's, by name
+    "fp8 / bf16": ("fp8", "bf16"),
+    "fp8 / FA3": ("fp8", "FA3 fp8"),
+    "fp8 / FlashInfer": ("fp8", "FlashInfer fp8"),
+    "fp8 Q / bf16": ("fp8 Q", "bf16"),
+    "fp8 Q / FA3": ("fp8 Q", "FA3 fp8"),
+    "fp8 Q / FlashInfer": ("fp8 Q", "FlashInfer fp8 Q"),
+    **{f"{name} / fp8": (name, "fp8") for name in TOKEN_SCALED},
+    **{f"{name} / Triton": (name, f"Triton {name}") for name in TOKEN_SCALED},
+}
+
+
 def markdown(lines: list[dict[str, Any]], header: str) -> str:
-    """A table of all lines. Ratios compare ours, with 16-bit and 8-bit queries, with the bf16 cache, the
-    floor, and peers that do at least the same work.
-    """
-    rows = []
-    for line in lines:
-        pairs = [("bf16", "fp8"), ("floor", "fp8"), ("fp8", "FA3 fp8"), ("fp8", "FlashInfer fp8")]
-        pairs += [("bf16", "fp8 Q"), ("fp8 Q", "FA3 fp8"), ("fp8 Q", "FlashInfer fp8 Q")]
-        errors = [line.get(f"{name} error") for name in ("fp8", "fp8 Q", *PEER_COLUMNS)]
-        shown_errors = ["" if error is None else f"{error:.1e}" for error in errors]
-        ratios = [number(ratio(line[dividend], line[divisor]), 2) for dividend, divisor in pairs]
-        rows.append([line["case"], *(number(line[column]) for column in COLUMNS), *ratios, *shown_errors])
-    names = [
-        "bf16 / fp8",
-        "floor / fp8",
-        "fp8 / FA3",
-        "fp8 / FlashInfer",
-        "bf16 / fp8 Q",
-        "fp8 Q / FA3",
-        "fp8 Q / FlashInfer",
+    """Three tables: times, our times divided by others', errors."""
+    ratios = [
+        [line["case"], *(number(ratio(line[ours_], line[other]), 2) for ours_, other in RATIOS.values())]
+        for line in lines
     ]
-    names += ["fp8 error", "fp8 Q error", "FA3 error", "FlashInfer error", "FlashInfer Q error"]
-    return f"{header}\n\n{table(['case', *COLUMNS, *names], rows)}\n"
+    with_errors = [column for column in COLUMNS if any(f"{column} error" in line for line in lines)]
+    errors = [
+        [
+            line["case"],
+            *(
+                "-" if (error := line.get(f"{column} error")) is None else f"{error:.1e}"
+                for column in with_errors
+            ),
+        ]
+        for line in lines
+    ]
+    times = [[line["case"], *(number(line[column]) for column in COLUMNS)] for line in lines]
+    parts = (
+        table(["µs", *COLUMNS], times),
+        table(["time divided by", *RATIOS], ratios),
+        table(["relative error", *with_errors], errors),
+    )
+    return "\n\n".join((header, *parts)) + "\n"
 
 
 def main() -> None:

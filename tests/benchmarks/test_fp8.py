@@ -26,10 +26,11 @@ def test_a_small_line_is_right(
     line = fp8.measure(Case("small", (qo_len,) * 3, (100, 64, 77), 8, 2), OneMoreEach(), MACHINE)  # type: ignore[arg-type]
     printed = capsys.readouterr()
     assert "WRONG" not in printed.out
-    assert [text.split(": ")[1] for text in printed.err.splitlines() if text.startswith("small: ")] == [
-        "FA3 fp8"
-    ], "it alone says why it is missing"
-    assert line["FA3 fp8"] is None
+    missing = ["FA3 fp8", *(f"Triton {name}" for name in fp8.TOKEN_SCALED)]
+    assert [
+        text.split(": ")[1] for text in printed.err.splitlines() if text.startswith("small: ")
+    ] == missing, "each peer that is missing says why"
+    assert all(line[column] is None for column in missing)
     assert line["FlashInfer fp8"] == line["FlashInfer fp8 Q"] == 1.0
     assert (
         line["FlashInfer fp8 error"]
@@ -38,15 +39,15 @@ def test_a_small_line_is_right(
         < fp8.LARGEST_FLOAT8_Q_ERROR
     )
     without = fp8.measure(Case("small", (qo_len,) * 3, (100, 64, 77), 8, 2), OneMoreEach(), MACHINE, peers=())  # type: ignore[arg-type]
-    assert [without[column] for column in fp8.PEER_COLUMNS] == [None] * 3
+    assert [without[column] for column in fp8.PEER_COLUMNS] == [None] * len(fp8.PEER_COLUMNS)
     assert capsys.readouterr().err == "", "no peer is asked"
     assert "small" in fp8.markdown([without], "header")
-    cells = [row.split("|") for row in fp8.markdown([line], "header").splitlines()[2:]]
-    row = dict(zip((cell.strip() for cell in cells[0]), (cell.strip() for cell in cells[2]), strict=True))
-    assert (
-        row["FA3 fp8"],
-        row["fp8 / FA3"],
-        row["fp8 / FlashInfer"],
-        row["fp8 Q / FlashInfer"],
-        row["FA3 error"],
-    ) == ("-", "-", "2.00", "4.00", "")
+    texts = [text.splitlines() for text in fp8.markdown([line], "header").split("\n\n")[1:]]
+    times, ratios, errors = (
+        dict(zip(*([cell.strip() for cell in row.split("|")[2:]] for row in (text[0], text[2])), strict=True))
+        for text in texts
+    )
+    assert times["FA3 fp8"] == ratios["fp8 / FA3"] == "-"
+    assert (ratios["fp8 / FlashInfer"], ratios["fp8 Q / FlashInfer"]) == ("2.00", "6.00")
+    assert "FA3 fp8" not in errors
+    assert float(errors["int8, token scales"]) < fp8.LARGEST_ERROR

@@ -52,10 +52,12 @@ struct KvShare {
   /// Starts to copy the TokenScales of token number `number` of the share to their place next to part number `part`.
   __device__ __forceinline__ void copy_token_scale(const AttentionParams& params, const Shared& shared, int part,
                                                    int number, SlotPlace token, bool exists, int32_t head) const {
-    const auto& scales = params.variant.template as<typename Traits::Variant::Params>().scales;
-    const TokenScales& of_tensor = is_v ? scales.v : scales.k;
     ptx::cp_async_4_or_zero(token_scale(shared, part, number),
-                            &of_tensor.of(exists ? token : SlotPlace{0, 0}, exists ? head : 0), exists);
+                            &token_scales(params).of(exists ? token : SlotPlace{0, 0}, exists ? head : 0), exists);
+  }
+  __device__ __forceinline__ const TokenScales& token_scales(const AttentionParams& params) const {
+    const auto& scales = params.variant.template as<typename Traits::Variant::Params>().scales;
+    return is_v ? scales.v : scales.k;
   }
   /// The address of that place.
   __device__ __forceinline__ uint32_t token_scale(const Shared& shared, int part, int number) const {
@@ -128,16 +130,17 @@ struct BoxCopier {
     const int lane = ptx::lane_id();
     const uint32_t full = stored != 0 ? stored : shared.kv_full(part);
     const uint32_t boxes = __popc(__ballot_sync(0xffffffffu, box.wanted));
-    const uint32_t bytes = boxes * params.box_tokens * share.row_bytes(kFirst, kEnd);
+    uint32_t box_bytes = params.box_tokens * share.row_bytes(kFirst, kEnd);
+    if constexpr (Traits::Variant::kHasTokenScales) box_bytes += params.scale_bytes;
     if constexpr (kArrivals > 1) {
-      if (lane == 0) ptx::mbarrier_expect(full, bytes);
+      if (lane == 0) ptx::mbarrier_expect(full, boxes * box_bytes);
     } else {
-      if (lane == 0) ptx::mbarrier_arrive_expect(full, bytes);
+      if (lane == 0) ptx::mbarrier_arrive_expect(full, boxes * box_bytes);
     }
     __syncwarp();
     if (box.wanted) copy_blocks<kFirst, kEnd>(shared, box, head, part, policy, full, stored != 0);
     if constexpr (kArrivals > 1) {
-      copy_token_scales(shared, box, head, part);
+      copy_token_scales(shared, box, head, part, full);
       ptx::mbarrier_arrive_after_cp_async(full);
     }
   }
@@ -158,10 +161,17 @@ struct BoxCopier {
     }
   }
 
-  /// Lane i copies the scales of tokens i and i + 32.
-  __device__ __forceinline__ void copy_token_scales(const Shared& shared, const Box& box, int32_t head,
-                                                    int part) const {
+  /// Lane i copies the scales of its box. If they do not lie together, it copies those of tokens i and i + 32.
+  __device__ __forceinline__ void copy_token_scales(const Shared& shared, const Box& box, int32_t head, int part,
+                                                    uint32_t full) const {
     const AttentionParams& attention = params.attention;
+    if (params.scale_bytes > 0) {
+      if (!box.wanted) return;
+      const SlotPlace first{min_of(box.page, attention.num_pages - 1), box.row};
+      ptx::copy_bytes(share.token_scale(shared, part, ptx::lane_id() * params.box_tokens),
+                      &share.token_scales(attention).of(first, head), params.scale_bytes, full);
+      return;
+    }
     const bool is_flat = attention.page_size.divisor == 1;  // boxes then go through pages of one token
 #pragma unroll
     for (int i = 0; i < KvShare<Traits>::kLaneTokens; ++i) {

@@ -24,6 +24,7 @@ struct TmaParams {
                          // row by row
   int32_t has_one_row_map;  // 0: map `q_row` describes nothing; smaller row tiles are gathered
   int32_t has_dequantized;  // 0: this run ignores the plan's places in DequantizedKv; it has filled none
+  int32_t scale_bytes;      // TokenScales of a box, where one copy loads them; 0: lanes load one each
   int32_t v_is_k;           // V's columns are the first of K's, in the same memory; read by kernels of wide heads
   AttentionParams attention;
   TensorMap k;

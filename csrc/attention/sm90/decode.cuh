@@ -9,6 +9,7 @@
 
 #include "attention/sm90/consumer.cuh"
 #include "attention/sm90/held_query.cuh"
+#include "attention/sm90/integer_query.cuh"
 #include "attention/sm90/output.cuh"
 #include "attention/sm90/prepared_tiles.cuh"
 #include "attention/sm90/scores.cuh"
@@ -24,6 +25,9 @@ struct DecodeSwitches {
   static constexpr bool kRewritesQuery = Traits::kRewritesQuery;       // Q hooks, Q of another 16-bit type
   static constexpr bool kDequantizesInRegisters = Traits::kDequantizesInRegisters;  // 8-bit caches without transforms
   static constexpr bool kHasTokenScales = Traits::kSharesTokenScales;  // caches with a scale for each token
+  static constexpr bool kMultipliesIntegers =                          // int8 caches, if registers hold Q
+      kDequantizesInRegisters && is_same<typename Traits::KvElement, Int8> &&
+      leaves_registers(max_of(Traits::Shape::kQkMultiplied, Traits::kVColumns));
   static constexpr bool kMayKeepSums = !kHasTokenScales || Traits::Shape::kQk <= 64;  // registers are few
   static constexpr bool kSharesTiles = SharedMemory<Traits>::kParts == 2;  // KV tiles of 128 tokens: narrow heads
 };
@@ -39,7 +43,9 @@ struct Decode {
   using Query = QTile<Traits>;
   using Keys = typename Conditional<Switches::kDequantizesInRegisters, KTile<Traits>, WgmmaKTile<Traits>>::Type;
   using Values = typename Conditional<Switches::kDequantizesInRegisters, VTile<Traits>, WgmmaVTile<Traits>>::Type;
-  using Held = HeldQuery<Element, Query, Traits::Shape::kQkMultiplied, Traits::kVColumns>;
+  using Held =
+      typename Conditional<Switches::kMultipliesIntegers, IntegerQuery<Element, Query, Traits::Shape::kQkMultiplied>,
+                           HeldQuery<Element, Query, Traits::Shape::kQkMultiplied, Traits::kVColumns>>::Type;
   using State =
       WarpState<typename Conditional<Switches::kDequantizesInRegisters, typename Held::Multiplied, Element>::Type,
                 Traits::kVColumns, 1>;
@@ -108,17 +114,19 @@ struct Decode {
       float s[1][kTokens / 8][4];
       uint32_t p[1][kTokens / 8][2];
       const uint32_t k = ptx::shared_address(shared.kv(keys.index)) + row * Keys::kRowBytes + Keys::columns_first(lane);
-      if constexpr (Switches::kDequantizesInRegisters) {
+      if constexpr (Switches::kMultipliesIntegers) {
+        held.template scores<kTokens, Keys>(s, k);
+      } else if constexpr (Switches::kDequantizesInRegisters) {
         state.template dequantized_scores<kQkColumns, kTokens, Keys, KvElement, Switches::kMayKeepSums>(
             s, [&](int, int d, uint32_t (&a)[4]) { held.get(a, q, d); }, k);
         held.finish(s);
-        if constexpr (Switches::kHasTokenScales) {
-          float2 factors[kTokens / 8];
-          load_scales(factors, shared.token_scales(keys.index) + warp.first_token * 4);
-          multiply_columns(s, factors);
-        }
       } else {
         state.template scores<kQkColumns, kTokens, Query, Keys>(s, q, k);
+      }
+      if constexpr (Switches::kHasTokenScales) {
+        float2 factors[kTokens / 8];
+        load_scales(factors, shared.token_scales(keys.index) + warp.first_token * 4);
+        multiply_columns(s, factors);
       }
       shared.free_kv(keys, kFreedFor);
       if constexpr (kHasSecondStage) shared.free_kv(keys.ahead(Shared::kParts), kFreedFor);

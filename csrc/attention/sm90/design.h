@@ -100,6 +100,18 @@ inline bool encode_cache(const AttentionParams& params, const LaunchContext& con
   return context.encode(t, map);
 }
 
+/// TmaParams::scale_bytes, for boxes of `tokens` tokens of a page.
+inline int32_t scale_bytes(const AttentionParams& params, int32_t tokens) {
+  const auto& scales = params.variant.as<AttentionTokenScales>();
+  for (const TokenScales* tensor : {&scales.k, &scales.v}) {
+    constexpr int64_t kUnit = 16 / sizeof(float);
+    const int64_t strides = tensor->page_stride | tensor->head_stride;
+    if (tensor->token_stride != 1 || strides % kUnit != 0 || reinterpret_cast<uintptr_t>(tensor->data) % 16 != 0)
+      return 0;
+  }
+  return tokens * static_cast<int32_t>(sizeof(float));
+}
+
 /// Encodes the maps of DequantizedKv, which TMA can always load.
 inline void encode_dequantized(const LaunchContext& context, TmaParams& tma) {
   const int32_t parts = tuning(context.dims, context.kv_form).stage_parts;
@@ -137,6 +149,7 @@ inline void encode_caches(const LaunchContext& context, TmaParams& tma) {
   if (tokens > 0 && encode_cache(params, context, params.k, context.dims.qk, is_flat, tokens, tma.k) &&
       encode_cache(params, context, params.v, context.dims.v, is_flat, tokens, tma.v))
     (is_flat && !is_ragged ? tma.run_tokens : tma.box_tokens) = tokens;
+  if (context.kv_form.has_token_scales && !is_flat) tma.scale_bytes = scale_bytes(params, tokens);
 }
 
 inline int32_t make_arguments(const LatentAttentionParams& params, const LaunchContext& context,

@@ -29,6 +29,28 @@ __device__ __forceinline__ void mma_f16(float (&c)[4], const uint32_t (&a)[4], u
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// --- mma.sync m16n8k32, int32 accumulators. Each word has four neighboring elements of 8 bits.
+//
+// Lane (g, t) holds
+// - of A (16 x 32): in a[0] row g, columns 4t to 4t + 3; in a[1] row g + 8; in a[2] row g, columns from 4t + 16 on; in
+//   a[3] row g + 8, the same columns;
+// - of B (32 x 8): in b0 rows 4t to 4t + 3 of column g; in b1 rows from 4t + 16 on of column g;
+// - of C: as above.
+
+__device__ __forceinline__ void mma_s8_s8(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void mma_u8_s8(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // --- ldmatrix, stmatrix: four 8x8 matrices of 16-bit elements from shared memory into the fragments of a warp, and
 // back.
 //

@@ -81,6 +81,42 @@ inline void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
 }
 inline void mma_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma<f16_element>(c, a, b0, b1); }
 
+/// As multiply_fragments(), of bytes.
+template <class OfA, class OfB>
+void multiply_bytes(const emulation::Words* lanes) {
+  int32_t a[16][32], b[32][8];
+  for (int lane = 0; lane < 32; ++lane) {
+    const uint64_t* const words = lanes[lane].word;
+    for (int i = 0; i < 4; ++i) {
+      for (int byte = 0; byte < 4; ++byte) {
+        const int column = lane % 4 * 4 + i / 2 * 16 + byte;
+        a[lane / 4 + i % 2 * 8][column] = static_cast<OfA>(words[1 + i / 2] >> (i % 2 * 32 + byte * 8));
+        if (i < 2) b[lane % 4 * 4 + i * 16 + byte][lane / 4] = static_cast<OfB>(words[3] >> (i * 32 + byte * 8));
+      }
+    }
+  }
+  for (int lane = 0; lane < 32; ++lane) {
+    int32_t* const c = reinterpret_cast<int32_t*>(lanes[lane].word[0]);
+    for (int i = 0; i < 4; ++i) {
+      for (int k = 0; k < 32; ++k) c[i] += a[lane / 4 + i / 2 * 8][k] * b[k][lane % 4 * 2 + i % 2];
+    }
+  }
+}
+
+template <class OfA, class OfB>
+void mma_bytes(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  const auto both = [](uint32_t low, uint32_t high) { return static_cast<uint64_t>(high) << 32 | low; };
+  emulation::exchange({{reinterpret_cast<uint64_t>(c), both(a[0], a[1]), both(a[2], a[3]), both(b0, b1)}}, "mma",
+                      multiply_bytes<OfA, OfB>);
+}
+
+inline void mma_s8_s8(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  mma_bytes<int8_t, int8_t>(c, a, b0, b1);
+}
+inline void mma_u8_s8(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  mma_bytes<uint8_t, int8_t>(c, a, b0, b1);
+}
+
 // --- ldmatrix, stmatrix
 
 /// Two elements of row `row` of matrix number i, from element `first` on.
