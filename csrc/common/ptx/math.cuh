@@ -87,10 +87,10 @@ __device__ __forceinline__ uint32_t f16_of_e4m3(uint16_t pair) {
 /// Two e5m2 numbers: the upper bytes of f16 numbers.
 __device__ __forceinline__ uint32_t f16_of_e5m2(uint16_t pair) { return __byte_perm(pair, 0, 0x1404); }
 
-/// Two int8 numbers: 128 more than each are the lowest bits of a number from 1024 on.
-__device__ __forceinline__ uint32_t f16_of_int8(uint16_t pair) {
+/// Differences of pairs of f16 numbers.
+__device__ __forceinline__ uint32_t sub_f16(uint32_t a, uint32_t b) {
   uint32_t d;
-  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(__byte_perm(pair ^ 0x8080u, 0x64, 0x4140)), "r"(0x64806480u));
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
 

@@ -46,9 +46,12 @@ uint32_t f16_of_pair(uint16_t pair) {
 inline uint32_t f16_of_e4m3(uint16_t pair) { return f16_of_pair<cpu::Float8E4M3>(pair); }
 inline uint32_t f16_of_e5m2(uint16_t pair) { return f16_of_pair<cpu::Float8E5M2>(pair); }
 
-inline uint32_t f16_of_int8(uint16_t pair) {
-  const auto wide = [](uint32_t byte) { return f16_of(static_cast<float>(static_cast<int8_t>(byte))); };
-  return wide(pair & 0xff) | wide(pair >> 8) << 16;
+inline uint32_t sub_f16(uint32_t a, uint32_t b) {
+  const auto difference = [&](int half) {
+    return f16_of(static_cast<float>(emulation::from_bits<_Float16>(static_cast<uint16_t>(a >> half * 16))) -
+                  static_cast<float>(emulation::from_bits<_Float16>(static_cast<uint16_t>(b >> half * 16))));
+  };
+  return difference(0) | difference(1) << 16;
 }
 inline uint16_t pack_int8(float low, float high) {
   const auto byte = [](float x) {
