@@ -16,6 +16,7 @@ from ..jit.manifest import (
     CUDA_HEAD_DIMS_TEXT,
     FLOAT8_Q_TEXT,
     LATENT_HEAD_DIMS_TEXT,
+    ROTATION_TEXT,
     TOKEN_SCALES_TEXT,
     HeadDims,
 )
@@ -65,6 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the cache has a scale for each token and head. Also without --variant",
     )
     variant.add_argument(
+        "--rotation", action="store_true", help="the cache's rows are rotated. Also without --variant"
+    )
+    variant.add_argument(
         "--float8-q", action="store_true", help="give Q the cache's dtype. Also without --variant"
     )
     variant.add_argument(
@@ -105,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         _check_archs(
             arguments.arch or [], ARCHS, " or ".join(f"{name} ({arch.gpus})" for name, arch in BUILDS.items())
         )
-        if not arguments.head_dim and not arguments.kv_dtype and not arguments.float8_out:
+        if not _chooses(arguments):
             if not arguments.arch and not arguments.out and _are_shipped():
                 print(
                     "The package has all standard kernels: nothing to compile. --arch compiles them "
@@ -123,6 +127,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _chooses(arguments: argparse.Namespace) -> bool:
+    """Whether only some standard kernels are compiled, which the package may lack."""
+    return bool(arguments.head_dim or arguments.kv_dtype or arguments.float8_out or arguments.rotation)
+
+
 def _check_combinations(arguments: argparse.Namespace) -> None:
     """Refuses options that would have no effect, or that lack something they need.
 
@@ -137,6 +146,11 @@ def _check_combinations(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--token-scales and --kv-dtype must come together, with {kv_dtypes}")
     if arguments.token_scales and arguments.float8_q:
         raise ValueError("--float8-q is given, must not come with --token-scales")
+    if arguments.rotation and arguments.float8_q:
+        raise ValueError("--float8-q is given, must not come with --rotation")
+    for head_dim in arguments.head_dim or []:
+        if arguments.rotation and not head_dim.may_be_rotated:
+            raise ValueError(f"--head-dim is {head_dim}, must be {ROTATION_TEXT}, and the same for V")
     if arguments.variant:
         if arguments.out:
             raise ValueError(
@@ -150,16 +164,15 @@ def _check_combinations(arguments: argparse.Namespace) -> None:
     }.items():
         if value:
             raise ValueError(f"{name} is given, must come with --variant")
-    chooses = arguments.head_dim or arguments.kv_dtype or arguments.float8_out
-    if arguments.dtype and not chooses:
+    if arguments.dtype and not _chooses(arguments):
         raise ValueError(
-            "--dtype is given, must come with --variant, --head-dim, --kv-dtype or --float8-out: without "
-            "them all standard kernels are compiled"
+            "--dtype is given, must come with --variant, --head-dim, --kv-dtype, --float8-out or --rotation: "
+            "without them all standard kernels are compiled"
         )
-    if arguments.out and chooses:
+    if arguments.out and _chooses(arguments):
         raise ValueError(
-            "--out is given, must not come with --head-dim, --kv-dtype or --float8-out: these kernels are "
-            "kept in the cache"
+            "--out is given, must not come with --head-dim, --kv-dtype, --float8-out or --rotation: these "
+            "kernels are kept in the cache"
         )
 
 
@@ -205,6 +218,7 @@ def _compile_variants(arguments: argparse.Namespace) -> None:
                     arguments.float8_q,
                     arguments.float8_out,
                     arguments.token_scales,
+                    arguments.rotation,
                 )
                 for entry in cubins.compile_ahead(
                     variant, archs, arguments.kernel, dtype, head_dim, isa, arguments.sinks, *of_cache
@@ -243,16 +257,16 @@ def _compile_head_dims(arguments: argparse.Namespace) -> None:
         )
     for arch in arguments.arch or ARCHS:
         for element in elements:
-            if kv_element in manifest.CUDA_ELEMENTS:
-                print(
-                    cubins.compile_kernel(manifest.append_qkv_name(element, kv_element), arch)[0], flush=True
-                )
+            if kv_element in manifest.CUDA_ELEMENTS or arguments.rotation:
+                name = manifest.append_qkv_name(element, kv_element, arguments.rotation)
+                print(cubins.compile_kernel(name, arch)[0], flush=True)
         for head_dim in head_dims:
             for element in elements:
                 for float8_out in sorted({False, arguments.float8_out}):
-                    for kernel in manifest.attention_kernels(
-                        manifest.KernelShape(element, head_dim, kv_element, arguments.float8_q, float8_out)
-                    ):
+                    shape = manifest.KernelShape(
+                        element, head_dim, kv_element, arguments.float8_q, float8_out, arguments.rotation
+                    )
+                    for kernel in manifest.attention_kernels(shape):
                         if arch in kernel.archs:
                             print(cubins.compile_kernel(kernel.name, arch)[0], flush=True)
 

@@ -572,6 +572,7 @@ def compile_ahead(
     float8_q: bool = False,
     float8_out: bool = False,
     token_scales: bool = False,
+    rotation: bool = False,
 ) -> list[Path]:
     """Compiles all missing kernels of a variant. targets: from target_of(), or "cpu", which uses `isa`.
     design_name: of manifest.DESIGNS; None: each target's default.
@@ -617,7 +618,7 @@ def compile_ahead(
             )
         design = designs[design_name or next(iter(designs))]
         shape = manifest.KernelShape(
-            manifest.ELEMENT_NAMES[dtype], HeadDims.of(head_dim), kv_element, float8_q, float8_out
+            manifest.ELEMENT_NAMES[dtype], HeadDims.of(head_dim), kv_element, float8_q, float8_out, rotation
         )
         kernels = manifest.variant_kernels(arch, design, shape, variant, sinks)
         entries += [find_variant_kernel(variant, kernel, target) for kernel in kernels.values()]

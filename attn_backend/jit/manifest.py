@@ -115,6 +115,11 @@ class HeadDims(NamedTuple):
         return self.runs_on_cuda and not (self.is_wide and kv_element in TOKEN_ELEMENTS)
 
     @property
+    def may_be_rotated(self) -> bool:
+        """Whether rows of K and V may be rotated."""
+        return self.qk == self.v <= MAX_ROTATED_COLUMNS
+
+    @property
     def is_wide(self) -> bool:
         """Whether several warps split the columns of the output (csrc/attention/head_shape.h)."""
         return self in WIDE_HEAD_DIMS
@@ -124,6 +129,7 @@ class HeadDims(NamedTuple):
 
 
 _MAX_CUDA_HEAD_DIM, _MAX_CPU_HEAD_DIM = 256, 576
+MAX_ROTATED_COLUMNS = 256
 MLA_HEAD_DIMS = HeadDims(576, 512)  # absorbed
 WIDE_HEAD_DIMS = (HeadDims(512, 512), MLA_HEAD_DIMS)
 CPU_HEAD_DIMS_TEXT = f"a multiple of 8 up to {_MAX_CPU_HEAD_DIM}"
@@ -131,6 +137,7 @@ CUDA_HEAD_DIMS_TEXT = (
     f"a multiple of 8 up to {_MAX_CUDA_HEAD_DIM}, 512, or (head_dim, head_dim_v) = (576, 512)"
 )
 FLOAT8_Q_TEXT = f"None, or dtype, with heads of more than {_MAX_CUDA_HEAD_DIM} columns on CUDA"
+ROTATION_TEXT = f"at most {MAX_ROTATED_COLUMNS} with rotation"
 TOKEN_SCALES_TEXT = f"at most {_MAX_CUDA_HEAD_DIM} on CUDA over a cache with a scale for each token and head"
 LATENT_HEAD_DIMS_TEXT = (
     "another one: rows of DeepSeek V3.2's latents are for head_dim = 576, head_dim_v = 512"
@@ -153,6 +160,7 @@ FLOAT8_OUT = "float8_out_"  # prefix, in csrc/, of kernels with 8-bit output
 # for variants, these are compiled only when a cache needs them
 LATE_KERNELS = ("attention_rows", f"{FLOAT8_OUT}attention_rows")
 OUT_ELEMENT = "e4m3"  # of 8-bit outputs
+ROTATED = "_rotated"  # part of names of kernels over rotated K and V
 USER_VARIANT = "UserVariant"  # the struct that the source of a variant defines
 # By variant. Kernels for other heads are compiled on first use, or ahead of time (attn-backend compile).
 SHIPPED_HEAD_DIMS = {
@@ -183,6 +191,7 @@ class KernelShape(NamedTuple):
         kv_element: of a cache with another type, from kv_element_of(); None: it is element.
         float8_q: whether Q also has the cache's type.
         float8_out: whether O is 8-bit.
+        rotation: whether K and V are rotated.
     """
 
     element: str
@@ -190,11 +199,13 @@ class KernelShape(NamedTuple):
     kv_element: str | None = None
     float8_q: bool = False
     float8_out: bool = False
+    rotation: bool = False
 
     def __str__(self) -> str:
         """The form used in the names of cubins."""
         of_cache = "" if self.kv_element is None else f"_{self.kv_element}{'_q' if self.float8_q else ''}"
-        return f"{self.element}{of_cache}{f'_to_{OUT_ELEMENT}' if self.float8_out else ''}_d{self.dims}"
+        of_out = f"_to_{OUT_ELEMENT}" if self.float8_out else ""
+        return f"{self.element}{of_cache}{of_out}{ROTATED if self.rotation else ''}_d{self.dims}"
 
 
 @dataclass(frozen=True)
@@ -294,14 +305,14 @@ def merge_name(element: str, variant: str = "") -> str:
     return f"merge_{element}_{variant}".rstrip("_")
 
 
-def append_qkv_name(element: str, kv_element: str | None = None) -> str:
+def append_qkv_name(element: str, kv_element: str | None = None, rotation: bool = False) -> str:
     """element: of heads. kv_element: of a cache of another type, from kv_element_of(); one kernel writes all
-    8-bit caches, and another one those with a scale for each token and head.
+    8-bit caches, and another one those with a scale for each token and head. rotation: rotates K and V.
     """
     of_cache = "float8" if kv_element in CUDA_KV_ELEMENTS else kv_element
     if kv_element in TOKEN_ELEMENTS:
         of_cache = "tokens"
-    return f"append_qkv_{element}_{of_cache}" if of_cache else f"append_qkv_{element}"
+    return f"append_qkv_{element}{f'_{of_cache}' if of_cache else ''}{ROTATED if rotation else ''}"
 
 
 def dequantize_name(element: str, kv_element: str) -> str:
@@ -551,6 +562,7 @@ namespace attn {
 using KernelElement = $element;
 using KernelCacheElement = $cache_element;
 constexpr Rounding kKernelRounding = Rounding::$rounding;
+constexpr bool kKernelRotates = $rotates;
 }  // namespace attn
 
 #include "cache/append_qkv.cu"
@@ -581,7 +593,7 @@ using KernelElement = $element;
 
 def attention_source(design: str, shape: KernelShape, variant_type: str) -> str:
     """design: a value of Design.cubins."""
-    element, dims, kv_element, float8_q, float8_out = shape
+    element, dims, kv_element, float8_q, float8_out, rotation = shape
     has_8_bits = kv_element in CUDA_KV_ELEMENTS
     # An 8-bit cache is dequantized to Q's type; Q of another 16-bit type is converted to the cache's.
     elements = [
@@ -591,6 +603,7 @@ def attention_source(design: str, shape: KernelShape, variant_type: str) -> str:
         OUT_ELEMENT if float8_out else element,
     ]
     variant = f"attn::{variant_type}"
+    variant = f"attn::WithRotation<{variant}>" if rotation else variant
     if has_8_bits:
         has_token_scales = kv_element in TOKEN_ELEMENTS
         wrapped = "WithScaledLoads" if dims == MLA_HEAD_DIMS else "WithScales"
@@ -648,54 +661,66 @@ def attention_kernels(shape: KernelShape, variants: Iterable[str] = STANDARD_VAR
 def _shape_of(name: str) -> KernelShape | None:
     """The shape in the name of an attention kernel."""
     element, kv_element = "|".join(CUDA_ELEMENTS), "|".join(CUDA_KV_ELEMENTS | CUDA_ELEMENTS)
-    elements = rf"({element})(?:_({kv_element})(_q)?)?(_to_{OUT_ELEMENT})?"
+    elements = rf"({element})(?:_({kv_element})(_q)?)?(_to_{OUT_ELEMENT})?({ROTATED})?"
     shape = re.fullmatch(rf"attention_.*?_{elements}_d(\d+(?:_\d+)?)_.*", name)
     if shape is None or shape[1] == shape[2]:
         return None
     return KernelShape(
-        shape[1], HeadDims.parse(shape[5]), shape[2], shape[3] is not None, shape[4] is not None
+        shape[1],
+        HeadDims.parse(shape[6]),
+        shape[2],
+        shape[3] is not None,
+        shape[4] is not None,
+        shape[5] is not None,
     )
 
 
-def _mixed_append(name: str) -> tuple[str, str] | None:
-    """Elements of heads and of a cache of another 16-bit type, from an append_qkv_name()."""
-    pairs = (
-        (element, of_cache) for element in CUDA_ELEMENTS for of_cache in CUDA_ELEMENTS if of_cache != element
+def _late_append(name: str) -> tuple[str, str | None, bool] | None:
+    """The arguments of append_qkv_name() that give this name, of a kernel that is not built ahead of time."""
+    of_caches = (None, "e4m3", *TOKEN_ELEMENTS, *CUDA_ELEMENTS)
+    made = (
+        (element, of_cache if of_cache != element else None, rotation)
+        for element in CUDA_ELEMENTS
+        for of_cache in of_caches
+        for rotation in (False, True)
+        if rotation or (of_cache in CUDA_ELEMENTS and of_cache != element)
     )
-    return next((pair for pair in pairs if append_qkv_name(*pair) == name), None)
+    return next((arguments for arguments in made if append_qkv_name(*arguments) == name), None)
 
 
 def compile_options(name: str) -> str:
     """The `attn-backend compile` options for a kernel that is not built ahead of time."""
-    append = _mixed_append(name)
+    append = _late_append(name)
     if append is not None:
-        return f" --kv-dtype {kv_dtype_of(append[1])}"
+        return float8_options(append[1], False, False, append[2])
     shape = _shape_of(name)
     if shape is None:
         return ""
-    return f" --head-dim {shape.dims}{float8_options(shape.kv_element, shape.float8_q, shape.float8_out)}"
+    return f" --head-dim {shape.dims}{float8_options(*shape[2:])}"
 
 
-def float8_options(kv_element: str | None, float8_q: bool, float8_out: bool) -> str:
-    """The `attn-backend compile` options for 8-bit caches, queries and outputs."""
+def float8_options(kv_element: str | None, float8_q: bool, float8_out: bool, rotation: bool = False) -> str:
+    """The `attn-backend compile` options for 8-bit caches, queries and outputs, and for rotated caches."""
     of_cache = (
         ""
         if kv_element is None
         else f" --kv-dtype {kv_dtype_of(kv_element)}{' --float8-q' if float8_q else ''}"
     )
     of_cache += " --token-scales" if kv_element in TOKEN_ELEMENTS else ""
-    return f"{of_cache}{' --float8-out' if float8_out else ''}"
+    return f"{of_cache}{' --float8-out' if float8_out else ''}{' --rotation' if rotation else ''}"
 
 
 def source_of(name: str, arch: str) -> str | None:
     """The source of a kernel, which need not be built ahead of time; None if this arch has no such kernel."""
     if name in kernels(arch):
         return kernels(arch)[name].source
-    append = _mixed_append(name)
+    append = _late_append(name)
     if append is not None:
         return append_qkv_kernel(*append).source
     shape = _shape_of(name)
     if shape is None or not shape.dims.runs_over(shape.kv_element, shape.float8_q):
+        return None
+    if shape.rotation and (not shape.dims.may_be_rotated or shape.float8_q):
         return None
     return next(
         (
@@ -764,17 +789,18 @@ def _sampling_kernels() -> list[Kernel]:
     ]
 
 
-def append_qkv_kernel(element: str, kv_element: str | None = None) -> Kernel:
-    """The kernel of append_qkv_name(). With two 16-bit types it is not built ahead of time."""
+def append_qkv_kernel(element: str, kv_element: str | None = None, rotation: bool = False) -> Kernel:
+    """The kernel of append_qkv_name(). With two 16-bit types, or rotation, it is not built ahead of time."""
     has_token_scales = kv_element in TOKEN_ELEMENTS
     has_scales = kv_element in CUDA_KV_ELEMENTS and not has_token_scales
     text = _APPEND_QKV.substitute(
         element=CUDA_ELEMENTS[element],
         cache_element=CUDA_ELEMENTS.get(kv_element or "", CUDA_ELEMENTS[element]),
+        rotates=str(rotation).lower(),
         rounding="kByTokenScales" if has_token_scales else "kByScales" if has_scales else "k16Bits",
     )
-    text += '#include "cache/append_rounded.cu"\n' if has_scales else ""
-    return Kernel(append_qkv_name(element, kv_element), ARCHS, text)
+    text += '#include "cache/append_rounded.cu"\n' if has_scales and not rotation else ""
+    return Kernel(append_qkv_name(element, kv_element, rotation), ARCHS, text)
 
 
 _ALL = (

@@ -68,7 +68,11 @@ class Rotary:
 
 @cache
 def qkv_kernel_file(
-    device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, token_scales: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    token_scales: bool = False,
+    rotation: bool = False,
 ) -> str:
     """The kernel that writes heads of dtype to a cache of kv_dtype. Returns "" on a CPU, and for unsupported
     dtypes, which are refused.
@@ -77,7 +81,7 @@ def qkv_kernel_file(
     if dtype not in DTYPE_NAMES or kv_dtype not in known:
         return ""
     kv_element = kv_element_of(kv_dtype, dtype, token_scales)
-    return kernel_file(append_qkv_name(DTYPE_NAMES[dtype], kv_element), device)
+    return kernel_file(append_qkv_name(DTYPE_NAMES[dtype], kv_element, rotation), device)
 
 
 @torch_ops.eager
@@ -95,6 +99,7 @@ def append_qkv(
     norm_eps: float = 1e-6,
     norm_offset: float = 0.0,
     out: Tensor | None = None,
+    rotation: bool = False,
 ) -> Tensor:
     """Everything between a layer's projection and its attention, in one launch: normalizes the heads of Q and
     K, rotates them, and writes K and V to the cache.
@@ -121,6 +126,7 @@ def append_qkv(
         norm_eps: added to the mean of squares.
         norm_offset: added to the weights: 1 for Gemma.
         out: [tokens, num_qo_heads, head_dim], written; None: q itself.
+        rotation: rotate K and V before they are rounded, as in `append_kv`. Q is left as it is.
 
     Returns:
         out.
@@ -143,12 +149,14 @@ def append_qkv(
             k_norm=k_norm,
         )
         _check_rotary(rotary)
+        check_types(bool, "True or False", rotation=rotation)
         options = {
             "positions": positions,
             "q_norm": q_norm,
             "k_norm": k_norm,
             "norm_eps": norm_eps,
             "norm_offset": norm_offset,
+            "rotation": rotation,
         }
         return torch_ops.append_qkv(q, k, v, kv, slots, out, rotary, options)
     out = q if out is None else out
@@ -167,7 +175,7 @@ def append_qkv(
             k_cache=k_cache,
             v_cache=kv.v,
             slots=slots,
-            file=qkv_kernel_file(q.device, q.dtype, k_cache.dtype, kv.has_token_scales),
+            file=qkv_kernel_file(q.device, q.dtype, k_cache.dtype, kv.has_token_scales, rotation),
             norm_eps=norm_eps,
             norm_offset=norm_offset,
             is_interleaved=is_interleaved,
@@ -177,6 +185,7 @@ def append_qkv(
             k_norm=k_norm,
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
+            rotation=rotation,
         )
     except (
         AttributeError,
@@ -184,6 +193,7 @@ def append_qkv(
         RuntimeError,
         TypeError,
     ):  # only on failure, to keep each layer's call cheap
+        check_types(bool, "True or False", rotation=rotation)
         _explain_qkv(
             kv,
             norm_eps,
@@ -363,7 +373,9 @@ _launchers = _Launchers()
 
 
 @torch_ops.eager
-def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor) -> None:
+def append_kv(
+    k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor, *, rotation: bool = False
+) -> None:
     """Writes token i of k and v to slot `slots[i]` of the cache: page `slots[i] // page_size`, token
     `slots[i] % page_size` in that page.
 
@@ -378,13 +390,15 @@ def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor
             heads or one per head, or int8 or float8_e4m3fn with one for each token and head. A bfloat16 k may
             also be written to a float16 cache and vice versa, if head_dim is a multiple of 8 up to 512.
         slots: int32 or int64 [tokens]; negative slots and slots beyond the cache are skipped.
+        rotation: rotate rows before they are rounded, for `Attention(rotation=True)`: signs, then a Hadamard
+            matrix. k is not float8, v is as wide as k, head_dim is a multiple of 8 up to 256.
 
     Raises:
         ValueError: an argument that is wrong in type, shape, dtype, device or stride.
     """
     if is_compiling():
-        _explain_kv(k, v, kv, slots)
-        return torch_ops.append_kv(k, v, kv, slots)
+        _explain_kv(k, v, kv, slots, rotation)
+        return torch_ops.append_kv(k, v, kv, slots, rotation)
     try:
         if (
             k.is_neg()
@@ -397,13 +411,15 @@ def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor
         has_token_scales = k_cache.dtype in TOKEN_SCALED_DTYPES and kv.has_token_scales
         if has_token_scales and k.dtype is k_cache.dtype:
             refuse("k", k, "bfloat16, float16 or float32: append computes the scale of each token and head")
-        if k.dtype is not k_cache.dtype and (
+        rounds = k.dtype is not k_cache.dtype and (
             has_token_scales
             or k_cache.dtype in SCALED_DTYPES
             or {k.dtype, k_cache.dtype} == DTYPE_NAMES.keys()
-        ):
-            file = qkv_kernel_file(k_cache.device, k.dtype, k_cache.dtype, has_token_scales)
-            by_name("append_kv_rounded", last="v_scale")(
+        )
+        if rotation or rounds:
+            file = qkv_kernel_file(k_cache.device, k.dtype, k_cache.dtype, has_token_scales, rotation)
+            options = {"rotation": rotation} if rotation else {}
+            by_name("append_kv_rounded", last="rotation" if rotation else "v_scale")(
                 k=k,
                 v=v,
                 k_cache=k_cache,
@@ -412,6 +428,7 @@ def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor
                 file=file,
                 k_scale=kv.k_scale,
                 v_scale=kv.v_scale,
+                **options,
             )
             return
         _launchers[k_cache.get_device()](k, v, k_cache, kv.v, slots)
@@ -420,14 +437,23 @@ def append_kv(k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor
         RuntimeError,
         TypeError,
     ):  # only on failure, to keep each layer's call cheap
-        _explain_kv(k, v, kv, slots)
+        _explain_kv(k, v, kv, slots, rotation)
         raise
 
 
-def _explain_kv(k: object, v: object, kv: KVCache, slots: object) -> None:
+def _explain_kv(k: object, v: object, kv: KVCache, slots: object, rotation: object) -> None:
     """Refuses an argument of the wrong type by its name."""
     check_types(KVCache, "a KVCache", kv=kv)
+    check_types(bool, "True or False", rotation=rotation)
     explain_failure((("k", k), ("v", v), ("slots", slots), ("kv.k", kv.k), ("kv.v", kv.v)))
+
+
+def rotation_matrix(head_dim: int) -> Tensor:
+    """float32 [head_dim, head_dim] on a CPU: x @ rotation_matrix is the row that append writes for x."""
+    rows = torch.eye(head_dim)[:, None]
+    kv = KVCache.unchecked(*torch.empty(2, head_dim, 1, 1, head_dim))
+    append_kv(rows, rows, kv, torch.arange(head_dim), rotation=True)
+    return kv.k[:, 0, 0]
 
 
 # Dtypes that can be written to a cache of another dtype.

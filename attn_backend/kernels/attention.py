@@ -30,6 +30,7 @@ from ..jit.manifest import (
     FLOAT8_Q_TEXT,
     LATENT_HEAD_DIMS_TEXT,
     MLA_HEAD_DIMS,
+    ROTATION_TEXT,
     TOKEN_SCALES_TEXT,
     HeadDims,
 )
@@ -144,6 +145,7 @@ class AttentionConfig:
     sinks: bool
     float8_out: bool
     token_scales: bool = False
+    rotation: bool = False
 
     @property
     def dims(self) -> HeadDims:
@@ -198,6 +200,7 @@ class AttentionConfig:
             float8_out=self.float8_out,
             multiplies_float8=prefill_multiplies_float8(design, self.q_dtype, self.dims, variant),
             token_scales=self.token_scales,
+            rotation=self.rotation,
         )
 
     def kernel_files(self, variant: AttentionVariant | None) -> dict[str, str]:
@@ -212,7 +215,9 @@ class AttentionConfig:
         reads_dequantized = design.reads_dequantized and not self.dims.is_wide
         if reads_dequantized and kv_element in manifest.DEQUANTIZED_ELEMENTS:
             names["dequantize"] = manifest.dequantize_name(element, kv_element)
-        shape = manifest.KernelShape(element, self.dims, kv_element, self.q_dtype != self.dtype)
+        shape = manifest.KernelShape(
+            element, self.dims, kv_element, self.q_dtype != self.dtype, rotation=self.rotation
+        )
         for prefix, out_element in manifest.out_elements(element, self.float8_out).items():
             names[f"{prefix}merge"] = manifest.merge_name(out_element)
             if variant is None:
@@ -319,6 +324,18 @@ def check_token_scales(
         refuse("q_dtype", q_dtype, f"None or dtype = {dtype} with token_scales=True")
     if design is not None and dims.is_wide:
         refuse("head_dim", dims.qk, TOKEN_SCALES_TEXT)
+
+
+def check_rotation(q_dtype: torch.dtype, dtype: torch.dtype, dims: HeadDims, variant: Variant | None) -> None:
+    """Refuses what kernels do not support over a rotated cache."""
+    if dims.qk != dims.v:
+        refuse("head_dim_v", dims.v, f"head_dim = {dims.qk} with rotation=True")
+    if not dims.may_be_rotated:
+        refuse("head_dim", dims.qk, ROTATION_TEXT)
+    if q_dtype != dtype:
+        refuse("q_dtype", q_dtype, f"None or dtype = {dtype} with rotation=True")
+    if variant is not None and (variant.has_transforms or variant.has_output):
+        refuse("variant", variant, "one that does not transform Q, K, V or the output with rotation=True")
 
 
 def check_room(
@@ -582,6 +599,9 @@ class Attention:
             such runs need additional kernels, which are also loaded.
         token_scales: the cache has a scale for each token and head (`KVCache`): kv_dtype is float8_e4m3fn or
             int8, q_dtype is dtype, and on CUDA heads have up to 256 columns.
+        rotation: rows of K and V were appended with rotation=True. Q is rotated, and the output back, in the
+            same kernel. q_dtype is dtype, head_dim_v is head_dim, at most 256, and the variant does not
+            transform Q, K, V or the output.
 
     Raises:
         ValueError: an unsupported argument; the message gives its name, its value and the requirement.
@@ -623,6 +643,7 @@ class Attention:
         q_dtype: torch.dtype | None = None,
         float8_out: bool = False,
         token_scales: bool = False,
+        rotation: bool = False,
     ) -> None:
         device = check_device(device)
         if device.type == "cuda" and device.index is None:
@@ -635,11 +656,14 @@ class Attention:
         )
         check_modes(cascade, batch_invariant, max_batch, max_levels, device)
         design = choose_design(kernel, device, dims, variant)
-        check_types(bool, "True or False", sinks=sinks, float8_out=float8_out, token_scales=token_scales)
+        flags = {"sinks": sinks, "float8_out": float8_out, "token_scales": token_scales, "rotation": rotation}
+        check_types(bool, "True or False", **flags)
         kv_dtype = check_kv_dtype(kv_dtype, dtype, dims, token_scales)
         q_dtype = check_q_dtype(q_dtype, dtype, kv_dtype, dims, design)
         if token_scales:
             check_token_scales(q_dtype, dtype, dims, design)
+        if rotation:
+            check_rotation(q_dtype, dtype, dims, variant)
         num_ctas = None if num_ctas is None else check_int("num_ctas", num_ctas, 1, MAX_CTAS)
 
         self.num_qo_heads, self.num_kv_heads = num_qo_heads, num_kv_heads
@@ -668,6 +692,7 @@ class Attention:
             sinks=sinks,
             float8_out=float8_out,
             token_scales=token_scales,
+            rotation=rotation,
         )
         self._variant = None
         if variant is not None:
@@ -682,6 +707,7 @@ class Attention:
                 float8_q=q_dtype != dtype,
                 float8_out=float8_out,
                 token_scales=token_scales,
+                rotation=rotation,
                 max_levels=max_levels,
                 num_heads=(num_qo_heads, num_kv_heads),
             )

@@ -14,6 +14,7 @@ from ..metadata.kv_cache import Scale
 from ..metadata.views import check_page_ids
 from ..validation import refuse
 from ..variants import Variant
+from .append import rotation_matrix
 
 _TILE_ROWS = 256
 _TILE_TOKENS = 1024
@@ -53,10 +54,12 @@ def interpret(
     sinks: Tensor | None,
     q_scale: Scale,
     out_scale: Scale,
+    rotation: bool = False,
 ) -> None:
     """Attention.run() in torch. All arguments are checked, except page ids. visibilities: causal and
     window_left of each level. If the variant transforms rows, their scales are applied before the transform.
-    Other scales multiply the scores before the variant sees them, or the sums of values.
+    Other scales multiply the scores before the variant sees them, or the sums of values. rotation: rows of K
+    and V are rotated.
 
     Raises:
         ValueError: a page id beyond the cache, or levels that lack something the variant's functions need.
@@ -72,6 +75,7 @@ def interpret(
     k_scales = (scales[0], None) if variant.has_key else (None, scales[0])
     v_scales = (scales[1], None) if variant.has_value else (None, scales[1])
     q_scales = (q_scale, None) if variant.has_query else (None, q_scale)
+    back = rotation_matrix(kv.head_dim).T.double() / (kv.head_dim & -kv.head_dim) if rotation else None
     heads, kv_heads = torch.arange(q.shape[1])[:, None, None], torch.arange(kv.num_kv_heads)[None, :]
     for view, (causal, window_left) in zip(levels, visibilities, strict=True):
         if len(levels) > 1 and variant.causal and not causal and view.positions is None:
@@ -94,8 +98,11 @@ def interpret(
                 if isinstance(kv.k_scale, Tensor) and isinstance(kv.v_scale, Tensor) and kv.has_token_scales:
                     k_scale = kv.k_scale[page, place].double()[:, :, None]
                     v_scale = kv.v_scale[page, place].double()[:, :, None]
-                k = functions.key(kv.k[page, place].double() * k_scale, *of_tokens, kv_len=kv_len)
-                v = functions.value(kv.v[page, place].double() * v_scale, *of_tokens, kv_len=kv_len)
+                k, v = kv.k[page, place].double() * k_scale, kv.v[page, place].double() * v_scale
+                if back is not None:
+                    k, v = k @ back, v @ back
+                k = functions.key(k, *of_tokens, kv_len=kv_len)
+                v = functions.value(v, *of_tokens, kv_len=kv_len)
                 token = token[None, None, :]
                 for tile in row_tiles:
                     rows, position = part.rows[tile], part.positions[tile][None, :, None]

@@ -194,14 +194,19 @@ def _append_kv(
     k_written: Tensor | None,
     v_written: Tensor | None,
     slots: Tensor,
+    rotation: bool,
 ) -> None:
     _eager["append_kv"](
-        k, v, _cache(k_cache, v_cache, k_scale, k_number, v_scale, v_number, k_written, v_written), slots
+        k,
+        v,
+        _cache(k_cache, v_cache, k_scale, k_number, v_scale, v_number, k_written, v_written),
+        slots,
+        rotation=rotation,
     )
 
 
-def append_kv(k: Tensor, v: Tensor, kv: KVCache, slots: Tensor) -> None:
-    _append_kv(k, v, kv.k, kv.v, *_written_scales(kv), slots)
+def append_kv(k: Tensor, v: Tensor, kv: KVCache, slots: Tensor, rotation: bool) -> None:
+    _append_kv(k, v, kv.k, kv.v, *_written_scales(kv), slots, rotation)
 
 
 @custom_op("attn_backend::append_mla_kv", mutates_args=("k_cache", "v_cache"))
@@ -247,6 +252,7 @@ def _append_qkv(
     k_norm: Tensor | None,
     norm_eps: _Number,
     norm_offset: _Number,
+    rotation: bool,
 ) -> None:
     _eager["append_qkv"](
         q,
@@ -261,6 +267,7 @@ def _append_qkv(
         norm_eps=cast("float", norm_eps),
         norm_offset=cast("float", norm_offset),
         out=out,
+        rotation=rotation,
     )
 
 

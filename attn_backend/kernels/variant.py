@@ -126,8 +126,8 @@ VariantArgs = Mapping[str, Tensor | float | int]
 class AttentionVariant:
     """A variant in an Attention of one dtype and one head width. design: None on a CPU. sinks: whether runs
     may be given sinks. kv_dtype: of the cache; None: dtype. float8_q: Q also has kv_dtype. float8_out:
-    whether outputs may be 8-bit. token_scales: the cache has a scale for each token and head. max_levels: of
-    a composition. num_heads: query and KV heads, if known.
+    whether outputs may be 8-bit. token_scales: the cache has a scale for each token and head. rotation: its
+    rows are rotated. max_levels: of a composition. num_heads: query and KV heads, if known.
 
     Raises:
         ValueError: sinks are given, but the variant has no softmax; its transforms do not fit head_dim;
@@ -146,6 +146,7 @@ class AttentionVariant:
         float8_q: bool = False,
         float8_out: bool = False,
         token_scales: bool = False,
+        rotation: bool = False,
         max_levels: int = 1,
         num_heads: tuple[int, int] = (0, 0),
     ) -> None:
@@ -164,7 +165,7 @@ class AttentionVariant:
         )
         self._shapes_hold = False  # whether the last arguments fit the last plan
         self._kv_element = kv_element_of(kv_dtype, dtype, token_scales)
-        self._float8_q, self._float8_out = float8_q, float8_out
+        self._float8_q, self._float8_out, self._rotation = float8_q, float8_out, rotation
         self._given = variant
         self.variant = variant = variant if max_levels == 1 else variant.across_levels()
         self._dtype = dtype_name(dtype)
@@ -180,7 +181,7 @@ class AttentionVariant:
                     f" --kernel {next(name for name, known in manifest.DESIGNS.items() if known is design)}"
                 )
             shape = manifest.KernelShape(
-                manifest.ELEMENT_NAMES[self._dtype], dims, self._kv_element, float8_q, float8_out
+                manifest.ELEMENT_NAMES[self._dtype], dims, self._kv_element, float8_q, float8_out, rotation
             )
             self._kernels = manifest.variant_kernels(arch, design, shape, variant, sinks)
             self._options += " --sinks" if sinks else ""
@@ -450,6 +451,7 @@ class AttentionVariant:
             sinks=sinks,
             q_scale=q_scale,
             out_scale=out_scale,
+            rotation=self._rotation,
         )
 
     def _ahead(self) -> str:
@@ -457,7 +459,10 @@ class AttentionVariant:
         place, note = place_of(self._given)
         on_gpu = self._target != "cpu"
         options = manifest.float8_options(
-            self._kv_element, self._float8_q and on_gpu, self._float8_out and on_gpu
+            self._kv_element,
+            self._float8_q and on_gpu,
+            self._float8_out and on_gpu,
+            self._rotation and on_gpu,
         )
         of_kernel = (
             f"--dtype {self._dtype} --head-dim {self._dims}{options} --arch {self._target}{self._options}"

@@ -5,6 +5,7 @@
 #include "attention/variant/variants.h"
 #include "common/elements.cuh"
 #include "common/platform.h"
+#include "common/rotation.h"
 
 namespace attn {
 
@@ -45,6 +46,10 @@ struct Traits {
   static_assert(!kConvertsQuery || !kIsOf8Bits, "Element is then the cache's");
   static_assert(kHasFloat8Query == Variant::kHasQueryScale && (!kHasFloat8Query || is_same<QElement, KvElement>),
                 "Q of 8 bits has the type of the cache, and a scale");
+  static_assert(!Variant::kRotates ||
+                    (!kTransformsCache && !VariantHooks<Variant>::kQuery && !VariantHooks<Variant>::kOutput &&
+                     !kHasFloat8Query && Shape::kQk == Shape::kV && Shape::kV <= kMaxRotatedColumns),
+                "what rotates rows is their only transform");
 };
 
 }  // namespace attn

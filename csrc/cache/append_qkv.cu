@@ -3,13 +3,14 @@
 // uses the first, keep the memory busy.
 //
 // The source that includes this file defines attn::KernelElement, of the heads, attn::KernelCacheElement, of a 16-bit
-// cache, and attn::kKernelRounding.
+// cache, attn::kKernelRounding, and attn::kKernelRotates: rows of K and V are rotated (common/rotation.h), too.
 
 #include "cache/elements_in_memory.cuh"
 #include "cache/params.h"
 #include "common/elements.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/warp.cuh"
+#include "common/rotation.cuh"
 
 namespace attn {
 
@@ -130,8 +131,33 @@ __device__ __forceinline__ void over_lanes(float (&x)[kCount], int32_t lanes, co
   }
 }
 
+/// Rotates a head whose numbers are kColumns columns of a lane, in order, in `lanes` lanes.
+template <int32_t kColumns>
+__device__ __forceinline__ void rotate_head(float (&x)[kColumns], int32_t head_dim, int32_t column, int32_t lanes) {
+  const int32_t block = rotation_block(head_dim);
+  const int32_t first = column & (block - 1);
+#pragma unroll
+  for (int32_t i = 0; i < kColumns; i += 8) {  // a block may have eight columns
+    const int32_t eight = (first + i) & (block - 1);
+    const uint32_t signs = rotation_signs(eight / 32) >> eight % 32;
+#pragma unroll
+    for (int32_t j = 0; j < 8; ++j) x[i + j] = with_sign(x[i + j], signs, j);
+  }
+  hadamard_of_registers<1>(x);
+  hadamard_of_registers<2>(x);
+  hadamard_of_registers<4>(x);
+  if constexpr (kColumns > 8) {
+    if (block > 8) hadamard_of_registers<8>(x);
+  }
+#pragma unroll
+  for (int32_t step = 1; step < 32; step *= 2) {
+    if (step * kColumns >= block || step >= lanes) return;
+    hadamard_of_lanes(x, step);
+  }
+}
+
 /// kKernel: what kernel_for() says. CacheElement: of a cache of 16 bits. The grid has append_qkv_ctas() CTAs.
-template <class Element, QkvKernel kKernel, Rounding kRounding, class CacheElement = Element>
+template <class Element, QkvKernel kKernel, Rounding kRounding, class CacheElement = Element, bool kRotates = false>
 __device__ __forceinline__ void append_qkv(const QkvParams& p) {
   constexpr bool kQuantizes = kRounding != Rounding::k16Bits, kScalesTokens = kRounding == Rounding::kByTokenScales;
   constexpr int32_t kSize = half_chunk(kKernel);
@@ -204,6 +230,86 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
       }
     }
   };
+  if constexpr (kRotates) {
+    // A head at a time. It goes through shared memory, since the lanes' columns may be any. Gaps between the chunks
+    // avoid bank conflicts.
+    constexpr int32_t kColumns = 2 * kSize, kStride = kColumns + 4;
+    float* const row =
+        reinterpret_cast<float*>(ptx::static_shared<kAppendQkvThreads * kStride * 4>()) + (thread - chunk) * kStride;
+    const auto four = [&](int32_t column) {
+      return reinterpret_cast<float4*>(row + column / kColumns * kStride + column % kColumns);
+    };
+    const int32_t slot = is_cached ? p.slots.narrow(slot_words) : 0;
+    const bool is_written = heads > 0 && (is_q || p.pages.has(slot));
+    const SlotPlace token = is_q || !is_written ? SlotPlace{0, group.token} : p.pages.place(slot);
+    const KvTensor q_target{p.q_out.data, 0, p.q_out.token_stride, p.q_out.head_stride};
+    const KvTensor& target = is_q ? q_target : is_v ? p.v_cache : p.k_cache;
+    const int32_t element_bytes = is_quantized ? 1 : 2;
+    char* to = static_cast<char*>(const_cast<void*>(target.data)) +
+               (target.element(token, group.first_head) + chunk * kColumns) * element_bytes;
+#pragma unroll
+    for (int32_t i = 0; i < kGroupHeads; ++i) {
+      const bool is_there = is_written && i < heads;
+      float halves[kColumns];
+      if (p.is_interleaved != 0) x[i].deinterleave();
+#pragma unroll
+      for (int32_t j = 0; j < kSize / 2; ++j) {
+        float a[2], b[2];
+        finish_pairs(i, j, kNormalizes ? factors[i] * p.norm_offset : 0.0f, a, b);
+#pragma unroll
+        for (int32_t k = 0; k < 2; ++k) {
+          const int32_t pair = 2 * j + k;
+          if (p.is_interleaved != 0)
+            halves[2 * pair] = a[k], halves[2 * pair + 1] = b[k];
+          else
+            halves[pair] = a[k], halves[kSize + pair] = b[k];
+        }
+      }
+#pragma unroll
+      for (int32_t j = 0; j < kSize; j += 4) {
+        *four(place.low + j) = make_float4(halves[j], halves[j + 1], halves[j + 2], halves[j + 3]);
+        *four(place.high + j) =
+            make_float4(halves[kSize + j], halves[kSize + j + 1], halves[kSize + j + 2], halves[kSize + j + 3]);
+      }
+      __syncwarp();
+      float plain[kColumns], rotated[kColumns];
+#pragma unroll
+      for (int32_t j = 0; j < kColumns; j += 4) {
+        const float4 columns = *four(chunk * kColumns + j);
+        plain[j] = rotated[j] = columns.x;
+        plain[j + 1] = rotated[j + 1] = columns.y;
+        plain[j + 2] = rotated[j + 2] = columns.z;
+        plain[j + 3] = rotated[j + 3] = columns.w;
+      }
+      __syncwarp();  // before the next head takes its place
+      rotate_head(rotated, p.head_dim, chunk * kColumns, lanes);
+      if constexpr (kScalesTokens) {
+        float largest[1] = {};
+#pragma unroll
+        for (int32_t j = 0; j < kColumns; ++j) largest[0] = fmaxf(largest[0], fabsf(rotated[j]));
+        over_lanes(largest, lanes, [](float x, float y) { return fmaxf(x, y); });
+        scales[i] = token_scale(largest[0], p.scales.element);
+        if (is_there && !is_q && chunk == 0)
+          (is_v ? p.v_token_scales : p.k_token_scales).write(token, group.first_head + i, scales[i]);
+      }
+      if (!is_there) continue;
+      if (is_quantized) {
+        const Divisor divisor(scales[i]);
+        ByteChunk<kSize, kAligned, kScalesTokens> bytes;
+#pragma unroll
+        for (int32_t j = 0; j < kSize; ++j) bytes.set(j, rotated[2 * j], rotated[2 * j + 1], divisor, p.scales.element);
+        bytes.store(reinterpret_cast<uint8_t*>(to), kSize);
+      } else {
+#pragma unroll
+        for (int32_t j = 0; j < kSize; ++j)
+          x[i].words[j] = is_q ? Element::pack(plain[2 * j], plain[2 * j + 1])
+                               : pack_finite<CacheElement>(rotated[2 * j], rotated[2 * j + 1]);
+        x[i].store(reinterpret_cast<uint16_t*>(to), kSize);
+      }
+      to += target.head_stride * element_bytes;
+    }
+    return;
+  }
   if constexpr (kScalesTokens) {
     float largest[kGroupHeads] = {};
 #pragma unroll
@@ -273,26 +379,26 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
 }
 
 /// As many CTAs share a multiprocessor as fit without spilled registers.
-constexpr int kPlainCtasPerSm = kKernelRounding == Rounding::k16Bits ? 9 : 8;
-constexpr int kNormedCtasPerSm = kKernelRounding == Rounding::kByTokenScales ? 6 : 7;
-constexpr int kGeneralCtasPerSm = 8;
+constexpr int kPlainCtasPerSm = kKernelRotates ? 5 : kKernelRounding == Rounding::k16Bits ? 9 : 8;
+constexpr int kNormedCtasPerSm = kKernelRotates ? 5 : kKernelRounding == Rounding::kByTokenScales ? 6 : 7;
+constexpr int kGeneralCtasPerSm = kKernelRotates ? 5 : 8;
 
 }  // namespace attn
 
 extern "C" __global__ void __launch_bounds__(attn::kAppendQkvThreads, attn::kPlainCtasPerSm)
     append_qkv_plain_kernel(const __grid_constant__ attn::QkvParams params) {
-  attn::append_qkv<attn::KernelElement, attn::QkvKernel::kPlain, attn::kKernelRounding, attn::KernelCacheElement>(
-      params);
+  attn::append_qkv<attn::KernelElement, attn::QkvKernel::kPlain, attn::kKernelRounding, attn::KernelCacheElement,
+                   attn::kKernelRotates>(params);
 }
 
 extern "C" __global__ void __launch_bounds__(attn::kAppendQkvThreads, attn::kNormedCtasPerSm)
     append_qkv_normed_kernel(const __grid_constant__ attn::QkvParams params) {
-  attn::append_qkv<attn::KernelElement, attn::QkvKernel::kNormed, attn::kKernelRounding, attn::KernelCacheElement>(
-      params);
+  attn::append_qkv<attn::KernelElement, attn::QkvKernel::kNormed, attn::kKernelRounding, attn::KernelCacheElement,
+                   attn::kKernelRotates>(params);
 }
 
 extern "C" __global__ void __launch_bounds__(attn::kAppendQkvThreads, attn::kGeneralCtasPerSm)
     append_qkv_general_kernel(const __grid_constant__ attn::QkvParams params) {
-  attn::append_qkv<attn::KernelElement, attn::QkvKernel::kGeneral, attn::kKernelRounding, attn::KernelCacheElement>(
-      params);
+  attn::append_qkv<attn::KernelElement, attn::QkvKernel::kGeneral, attn::kKernelRounding, attn::KernelCacheElement,
+                   attn::kKernelRotates>(params);
 }

@@ -96,10 +96,11 @@ struct QkvParams {
   int32_t lane_bits;            // log2 of the lanes that have a head
   TokenScales k_token_scales;   // written; without data, for other caches
   TokenScales v_token_scales;
+  int32_t rotates_rows;  // K and V, after RoPE (common/rotation.h), in kernels that are compiled for it
 };
 
 /// The kernels. kGeneral takes everything, a few bytes at a time. The others need aligned tensors, and angles from a
-/// table. kRounded is for 8-bit caches without TokenScales, Q and angles.
+/// table. kRounded is for 8-bit caches without TokenScales, rotated rows, Q and angles.
 enum class QkvKernel : int32_t { kPlain, kNormed, kGeneral, kRounded };
 
 /// How K and V are written: in a 16-bit type, or in 8 bits, divided by the cache's scales or by token_scale().
@@ -125,7 +126,7 @@ ATTN_HD QkvKernel kernel_for(const QkvParams& p) {
   if (!is_aligned || p.rotary == RotaryTable::kFrequencies) return QkvKernel::kGeneral;
   if (p.q_norm != nullptr || p.k_norm != nullptr) return QkvKernel::kNormed;
   const bool is_only_rounded = p.num_qo_heads == 0 && p.rotary == RotaryTable::kNone && has_8_bits(p.scales.element) &&
-                               !p.k_token_scales.exist();
+                               !p.k_token_scales.exist() && p.rotates_rows == 0;
   return is_only_rounded ? QkvKernel::kRounded : QkvKernel::kPlain;
 }
 

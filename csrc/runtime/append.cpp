@@ -214,11 +214,12 @@ void set_heads(QkvParams& params, const TensorView& q, const TensorView& k) {
   ARGUMENT(Optional<TensorView>, q_norm)    \
   ARGUMENT(Optional<TensorView>, k_norm)    \
   ARGUMENT(AnyView, k_scale)                \
-  ARGUMENT(AnyView, v_scale)
+  ARGUMENT(AnyView, v_scale)                \
+  ARGUMENT(Optional<bool>, rotation) /* of K and V */
 ATTN_ARGUMENTS(AppendQkvArguments, APPEND_QKV_ARGUMENTS);
 
-/// append_kv into a cache of another type, to which numbers are rounded: append_qkv without Q. With a table K is
-/// rotated before that. `v` and `v_cache` may be missing.
+/// append_kv into a cache of another type, to which numbers are rounded, or of rotated rows: append_qkv without Q. With
+/// a table RoPE rotates K before that. `v` and `v_cache` may be missing.
 #define APPEND_KV_ROUNDED_ARGUMENTS(ARGUMENT) \
   ARGUMENT(TensorView, k)                     \
   ARGUMENT(Optional<TensorView>, v)           \
@@ -230,7 +231,8 @@ ATTN_ARGUMENTS(AppendQkvArguments, APPEND_QKV_ARGUMENTS);
   ARGUMENT(AnyView, v_scale)                  \
   ARGUMENT(Optional<bool>, is_interleaved)    \
   ARGUMENT(Optional<TensorView>, positions)   \
-  ARGUMENT(Optional<TensorView>, table)
+  ARGUMENT(Optional<TensorView>, table)       \
+  ARGUMENT(Optional<bool>, rotation)
 ATTN_ARGUMENTS(AppendKvRoundedArguments, APPEND_KV_ROUNDED_ARGUMENTS);
 
 void append_qkv(const AppendQkvArguments& given) {
@@ -277,6 +279,7 @@ void append_qkv(const AppendQkvArguments& given) {
   params.norm_eps = static_cast<float>(given.norm_eps);
   params.norm_offset = static_cast<float>(given.norm_offset);
   params.is_interleaved = given.is_interleaved;
+  params.rotates_rows = given.rotation.value_or(false);
   launch_append_qkv(params, dtype, device, view(given.file));
 }
 
@@ -296,7 +299,9 @@ void append_kv_rounded(const AppendKvRoundedArguments& given) {
   };
   constexpr int32_t kMaxColumns = 512, kMaxRotated = 256;  // 512: MLA's latents
   const bool is_rotated = given.table.has_value();
-  const int32_t k_columns = columns_of("kv.k.shape[3] (head_dim)", k_cache, is_rotated ? kMaxRotated : kMaxColumns);
+  const bool rotates_rows = given.rotation.value_or(false);
+  const int32_t k_columns =
+      columns_of("kv.k.shape[3] (head_dim)", k_cache, is_rotated || rotates_rows ? kMaxRotated : kMaxColumns);
 
   QkvParams params{};
   params.num_kv_heads = narrow("kv.k.shape[2] (num_kv_heads)", k_cache.size(2), 1, kMaxHeads);
@@ -314,10 +319,14 @@ void append_kv_rounded(const AppendKvRoundedArguments& given) {
   params.scales.element = kv_dtype;
   set_scales("kv.k_scale", given.k_scale, k_cache, params.scales.k, params.k_token_scales);
   params.head_dim = k_columns;
+  params.rotates_rows = rotates_rows;
   if (given.v.has_value()) {
     const TensorView &v = given.v.value(), &v_cache = given.v_cache.value();
     check_shape("kv.v", v_cache, {pages, page_size, heads, {"head_dim_v"}});
     const int32_t v_columns = columns_of("kv.v.shape[3] (head_dim_v)", v_cache, kMaxColumns);
+    if (rotates_rows && v_columns != k_columns)
+      refuse("kv.v.shape[3] (head_dim_v)", v_columns,
+             "head_dim = " + std::to_string(k_columns) + " with rotation=True");
     const Dim head_dim_v = columns_of_v(k_columns, v_columns);
     params.v = rows_of("v", v, head_dim_v);
     params.v_cache = cache_of("kv.v", v_cache, device, kv_dtype, pages, page_size, heads, head_dim_v);

@@ -413,7 +413,7 @@ uint32_t Attention::run(LatentAttentionParams params, const AttentionScales& sca
       errors |= kPageIndexInvalid;
     else if (!is_interpreted_) {
       if (has_scales) params.variant = with_scales(params.variant, scales);
-      cpu::run_attention(params, token_scales, config_.dtype, config_.kv_dtype, config_.dims(),
+      cpu::run_attention(params, token_scales, config_.dtype, config_.kv_dtype, config_.dims(), config_.rotation,
                          config_.has_variant ? &cpu_kernels_ : nullptr);
     }
     return errors;

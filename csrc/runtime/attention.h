@@ -45,6 +45,7 @@ struct AttentionConfig {
   bool float8_out;         // Runs may be given a scale of O. O is then e4m3.
   bool multiplies_float8;  // KvForm::multiplies_float8
   bool token_scales;       // The cache has TokenScales.
+  bool rotation;           // The cache's rows are rotated (common/rotation.h).
 
   HeadDims dims() const { return HeadDims(head_dim, head_dim_v); }
   KvForm kv_form() const { return KvForm(bytes_of(kv_dtype), multiplies_float8, token_scales); }

@@ -52,10 +52,10 @@ ATTN_STRUCT(PlanLevel, 4, qo_indptr, table, rows, max_rows, num_groups, visibili
             kv_tile_lists, num_kv_tile_lists, kv_length);
 
 // Arguments and results of the functions that Python calls.
-ATTN_STRUCT(AttentionConfig, 6, dequantized_bytes, num_qo_heads, num_kv_heads, head_dim, head_dim_v, dtype, q_dtype,
+ATTN_STRUCT(AttentionConfig, 5, dequantized_bytes, num_qo_heads, num_kv_heads, head_dim, head_dim_v, dtype, q_dtype,
             kv_dtype, max_rows, max_groups, max_levels, num_ctas, cascade, design, device, batch_invariant, on_cuda,
-            has_variant, uses_softmax, has_mask, skips_kv_tiles, has_sinks, float8_out, multiplies_float8,
-            token_scales);
+            has_variant, uses_softmax, has_mask, skips_kv_tiles, has_sinks, float8_out, multiplies_float8, token_scales,
+            rotation);
 
 ATTN_STRUCT(LevelOptions, 0, index, num_levels, page_size, window_left, kv_offsets, positions, entry_step, causal,
             finds_row_ranges, pages_change, has_slots);

@@ -146,10 +146,11 @@ def library(
     float8_q: bool = False,
     float8_out: bool = False,
     token_scales: bool = False,
+    rotation: bool = False,
 ) -> ctypes.CDLL:
     """The kernels of a design for one dtype, head widths, variant and cache dtype, compiled into `folder`
     unless they exist. float8_q: Q has the dtype of the cache. float8_out: O has 8 bits. token_scales: the
-    cache has a scale for each token and head.
+    cache has a scale for each token and head. rotation: its rows are rotated.
 
     Args:
         variant: "standard"; "sinks", which may have some; one of TEST_VARIANTS; or any other.
@@ -162,7 +163,7 @@ def library(
     else:
         text, variant_type, name = "", manifest.STANDARD_VARIANTS[variant], variant
     kv_element = kv_element_of(kv_dtype, dtype, token_scales)
-    shape = manifest.KernelShape(element, head_dim, kv_element, float8_q, float8_out)
+    shape = manifest.KernelShape(element, head_dim, kv_element, float8_q, float8_out, rotation)
     cubins = design.cubins_for(shape)
     for cubin, stem in cubins.items():
         names = ("attention_kernel", "attention_kernel_code", "KernelTraits", "KernelCopier")
@@ -219,8 +220,8 @@ class DeviceAttention:
             attention.kv_dtype,
             attention.q_dtype != attention.dtype,
         )
-        token_scales = attention._config.token_scales
-        self._library = cache(lambda float8_out: library(*of_kernels, float8_out, token_scales))
+        of_cache = attention._config.token_scales, attention._config.rotation
+        self._library = cache(lambda float8_out: library(*of_kernels, float8_out, *of_cache))
         self._attention, self._seed, self._variant = attention, seed, variant
         self._levels: tuple[BSRView, ...] = ()
         design = manifest.DESIGNS[kernel]

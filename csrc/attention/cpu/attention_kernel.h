@@ -15,6 +15,7 @@
 #include "attention/variant/coordinates.h"
 #include "attention/variant/variants.h"
 #include "common/math.h"
+#include "common/rotation.h"
 #include "planner/schedule.h"
 
 namespace attn::cpu {
@@ -113,6 +114,10 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
       if (!place.exists) place.row = 0;  // the row list is wrong: the result is not used
       Element made[kMaxHeadDim];
       const Element* q = query_rows.row(place, made);
+      if (params_.rotates) {
+        Rows::rotate_query(q, dims_.qk, made);
+        q = made;
+      }
       if constexpr (VariantHooks<Variant>::kQuery) {
         if (place.exists) {
           Element transformed[kMaxHeadDim];
@@ -334,17 +339,17 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     const bool is_complete = item_.partial == kWhole;
     const RowEnd end = end_row(params_, s_.row_max[row] * kLn2, s_.row_sum[row], place.qo_head, is_complete);
     const Float scale = Isa::splat(output_scale(end.factor, row));
+    alignas(64) float o[kMaxHeadDim];
+    for (int i = 0; i < dims_.v; i += Isa::kWidth) Isa::store(o + i, engine_.output(row, i) * scale);
+    if (params_.rotates) rotate_row_back(o, dims_.v);  // of a state, too: merging is linear
     if (is_complete) {
-      float o[kMaxHeadDim];
-      for (int i = 0; i < dims_.v; i += Isa::kWidth) Isa::store(o + i, engine_.output(row, i) * scale);
       write_complete_row(params_, o, dims_.v, end.lse, tile_.group, place);
     } else {
       const int64_t state = item_.partial == kRowStates
                                 ? row_state_index(params_, group_.state_begin + place.index, place.qo_head)
                                 : int64_t{item_.partial} * params_.max_tile_rows + row;
-      float* o = params_.partial_o + state * dims_.v;
-      for (int i = 0; i < dims_.v; i += Isa::kWidth)
-        Isa::store_elements(o + i, engine_.output(row, i) * scale, dims_.v - i);
+      float* const to = params_.partial_o + state * dims_.v;
+      for (int i = 0; i < dims_.v; i += Isa::kWidth) Isa::store_elements(to + i, Isa::load(o + i), dims_.v - i);
       params_.partial_lse[state] = end.lse;
     }
   }

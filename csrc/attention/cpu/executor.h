@@ -11,10 +11,10 @@ namespace attn::cpu {
 /// Runs the schedule: every CTA's interval of work, then the merge of split tiles. All pointers are on the host.
 /// `dims`: multiples of 8, at most kMaxHeadDim. The result's bits depend on the schedule and on the instruction set in
 /// use (isa.h), not on the number of threads. Sets kPageIndexInvalid in the schedule's errors if a page id lay outside
-/// the cache. `token_scales`: without data for other caches. `dtype`: of Q and O. `variant_kernels`: kernels that
-/// replace the standard ones; may be nullptr.
+/// the cache. `token_scales`: without data for other caches. `rotates`: K and V are rotated. `dtype`: of Q and O.
+/// `variant_kernels`: kernels that replace the standard ones; may be nullptr.
 void run_attention(const LatentAttentionParams& given, const AttentionTokenScales& token_scales, DataType dtype,
-                   DataType kv_dtype, HeadDims dims, const Kernels* variant_kernels);
+                   DataType kv_dtype, HeadDims dims, bool rotates, const Kernels* variant_kernels);
 
 /// The kernels in a file with a VariantModule; it stays open until the process ends. Throws RuntimeError naming the
 /// file and what is wrong with it.

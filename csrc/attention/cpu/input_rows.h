@@ -10,6 +10,7 @@
 #include "common/cpu/elements.h"
 #include "common/data_type.h"
 #include "common/platform.h"
+#include "common/rotation.h"
 #include "planner/schedule.h"
 
 namespace attn::cpu {
@@ -37,6 +38,14 @@ struct CacheRows {
     }
     for (int i = 0; i < columns; i += Isa::kWidth)
       Isa::store_elements(transformed + i, Isa::load(values + i), columns - i);
+  }
+
+  /// Rotates a row of Q and divides it by b (common/rotation.h).
+  static void rotate_query(const Element* row, int columns, Element* rotated) {
+    alignas(64) float values[kMaxHeadDim];
+    for (int i = 0; i < columns; i += Isa::kWidth) Isa::store(values + i, Isa::load_elements(row + i, columns - i));
+    rotate_row(values, columns, 1.0f / static_cast<float>(rotation_block(columns)));
+    for (int i = 0; i < columns; i += Isa::kWidth) Isa::store_elements(rotated + i, Isa::load(values + i), columns - i);
   }
 
   /// Keys and values that are packed at once.

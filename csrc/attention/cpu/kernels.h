@@ -72,6 +72,7 @@ struct CpuAttentionParams : LatentAttentionParams {
   bool is_mixed;  // Q and O have the other 16-bit type than the cache, which products take
   TokenScales k_scales;
   TokenScales v_scales;
+  bool rotates;  // K and V are rotated (common/rotation.h)
 };
 
 using FindRowRanges = void (*)(const RowRangeParams&);

@@ -11,6 +11,7 @@
 #include "attention/sm80/shape.h"
 #include "attention/tile/dequantized.cuh"
 #include "attention/tile/output.cuh"
+#include "attention/tile/rotation.cuh"
 #include "attention/tile/row_tile.cuh"
 #include "attention/tile/scores.cuh"
 #include "attention/tile/transform_tile.cuh"
@@ -222,6 +223,11 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
     load_q<Traits, tile_rows(kKind)>(params, rows, cursor.now.head, shared + layout.q);
     write_requests<Variant, tile_rows(kKind), kThreads>(params, rows, row_tile.group, cursor.now.head, threadIdx.x,
                                                         requests);
+    if constexpr (Variant::kRotates) {
+      __syncthreads();
+      rotate_query_rows<Query, Element, Element, Shape::kQk, kThreads>(shared + layout.q, 0, tile_rows(kKind),
+                                                                       threadIdx.x);
+    }
     if constexpr (QueryTransform<Variant>::kExists) {
       __syncthreads();
       transform_rows<QueryTransform<Variant>, Query, Element, Shape::kQk, kThreads, 16, 1, 4>(
@@ -325,6 +331,7 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
     write_warp_rows<Columns>(state, TargetColumns<Target, OutElement::kBytes>(target, first_column), 0,
                              shared + layout.q + threadIdx.x / 32 * (Layout::kRows * Columns::kRowBytes));
   } else if constexpr (Layout::kKvWarps == 1) {
+    if constexpr (Variant::kRotates) rotate_back<Shape::kV, Layout::kFourColumns>(state);
     write_warp_rows<Output, Layout::kFourColumns>(state, target, warp.first_row, shared + layout.q);
   } else {
     if constexpr (Variant::kHasTokenScales && Layout::kKvWarps == kWarps) __syncthreads();  // all have read V's scales

@@ -8,6 +8,7 @@
 #include "attention/sm90/shape.h"
 #include "attention/sm90/traits.cuh"
 #include "attention/tile/output.cuh"
+#include "attention/tile/rotation.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/copy.cuh"
 #include "common/ptx/warp.cuh"
@@ -62,6 +63,7 @@ template <class Traits, class State>
 __device__ __forceinline__ void write_rows(const TmaParams& params, const WorkItem& item, State& state, int first_row,
                                            char* q) {
   const ItemTarget<Traits> target(params.attention, item, SharedMemory<Traits>::requests(item));
+  if constexpr (Traits::Variant::kRotates) rotate_back<Traits::Shape::kV, false>(state);
   if (!is_box(params, target, first_row)) {  // the frequent way second: ptxas spilled otherwise
     write_warp_rows<OTile<Traits>>(state, target, first_row, q);
   } else {

@@ -9,6 +9,7 @@
 
 #include "attention/sm90/consumer.cuh"
 #include "attention/sm90/traits.cuh"
+#include "attention/tile/rotation.cuh"
 #include "attention/tile/row_tile.cuh"
 #include "attention/tile/transform_tile.cuh"
 #include "common/ptx/barrier.cuh"
@@ -42,8 +43,8 @@ __device__ __forceinline__ void clear_unreadable(char* tile, int32_t first_token
   }
 }
 
-/// Converts and transforms rows [first_row, end_row) of the Q tile, by kLanes consumer threads: a warpgroup, or both.
-/// After it these threads may read them.
+/// Converts, rotates and transforms rows [first_row, end_row) of the Q tile, by kLanes consumer threads: a warpgroup,
+/// or both. After it these threads may read them.
 template <class Traits, int kLanes>
 __device__ __forceinline__ void rewrite_query(const AttentionParams& params, const WorkItem& item, char* tile,
                                               int first_row, int end_row) {
@@ -56,7 +57,10 @@ __device__ __forceinline__ void rewrite_query(const AttentionParams& params, con
       Consumers::sync();
   };
   const int thread = consumer_thread() % kLanes;
-  if constexpr (Traits::kConvertsQuery) {
+  if constexpr (Traits::Variant::kRotates) {
+    rotate_query_rows<QTile<Traits>, typename Traits::Element, typename Traits::QElement, Traits::Shape::kQk, kLanes>(
+        tile, first_row, end_row, thread);
+  } else if constexpr (Traits::kConvertsQuery) {
     convert_rows<QTile<Traits>, typename Traits::Element, typename Traits::QElement, kLanes>(tile, first_row, end_row,
                                                                                              thread);
     if constexpr (OfQuery::kExists) sync();

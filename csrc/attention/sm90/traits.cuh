@@ -48,7 +48,7 @@ struct HopperTraits : Kernel {
   /// Q of 8 bits becomes Element when it is loaded.
   static constexpr bool kDequantizesQuery = Kernel::kHasFloat8Query && !kMultipliesFloat8;
   /// Consumers rewrite Q in shared memory before they multiply it.
-  static constexpr bool kRewritesQuery = Kernel::kConvertsQuery || Hooks::kQuery;
+  static constexpr bool kRewritesQuery = Kernel::kConvertsQuery || Hooks::kQuery || Kernel::Variant::kRotates;
   using QueryElement =  // in shared memory
       typename Conditional<kMultipliesFloat8, typename Kernel::QElement, typename Kernel::Element>::Type;
   /// Columns of O that a consumer warpgroup makes: the head's, and perhaps some more. With wide heads, half of them.

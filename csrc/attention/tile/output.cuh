@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/tile/output_target.cuh"
+#include "attention/tile/rotation.cuh"
 #include "attention/tile/row_tile.cuh"
 #include "attention/tile/shared_tile.cuh"
 #include "attention/tile/warp_state.cuh"
@@ -184,6 +185,7 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Multiplied, kColumn
   struct alignas(kKvWarps < 4 ? 8 : 16) OfWarps {
     float by_warp[kKvWarps];
   };
+  if constexpr (Target::kRotates) join_halves<kHeadColumns>(state);
   const int lane = ptx::lane_id();
   const int row_of_half = warp.first_row / 2 + lane / 4;           // of those kRows
   OfWarps* const row_maxima = reinterpret_cast<OfWarps*>(maxima);  // [row of the tile], scaled
@@ -251,14 +253,19 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Multiplied, kColumn
       const int row = i / kChunks;
       const int out_row = row / 8 * 16 + half * 8 + row % 8;
       char* const to = target.place(out_row).o;
-      if (to == nullptr) continue;
+      // Lanes that have nothing to write take part in rotating.
+      if (!Target::kRotates && to == nullptr) continue;
       const int chunk = i % kChunks;
-      if (kHeadColumns < kColumns && chunk * 4 >= kHeadColumns) continue;
+      if (!Target::kRotates && kHeadColumns < kColumns && chunk * 4 >= kHeadColumns) continue;
       float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
       for (int w = 0; w < kKvWarps; ++w) {
         const float4 part = *reinterpret_cast<const float4*>(output_chunk(w, row, chunk));
         total = make_float4(total.x + part.x, total.y + part.y, total.z + part.z, total.w + part.w);
+      }
+      if constexpr (Target::kRotates) {
+        total = rotate_four_back<kHeadColumns>(total, chunk * 4);
+        if (to == nullptr || chunk * 4 >= kHeadColumns) continue;
       }
       if (target.complete) {
         float values[4] = {total.x, total.y, total.z, total.w};

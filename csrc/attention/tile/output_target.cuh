@@ -43,6 +43,7 @@ template <class Element_, bool kManyLevels, class Variant = StandardVariant>
 struct OutputTarget {
   using Element = Element_;
   static constexpr bool kHasScales = Variant::kHasScales && !VariantHooks<Variant>::kValue;
+  static constexpr bool kRotates = Variant::kRotates;
   static constexpr bool kWritesFloat8 = Element::kBytes == 1;
   const AttentionParams& params;
   const RowTileRows<kManyLevels>& rows;

@@ -2,7 +2,7 @@
 //
 // Kernels are templates over a variant. That of the standard kernels is StandardVariant. Any other is the struct
 // UserVariant, which attn_backend/variants/cpp.py writes from a user's functions or C++; its text is compiled in front
-// of the kernel's. WithSinks, WithScales and WithScaledLoads wrap both.
+// of the kernel's. WithSinks, WithRotation, WithScales, WithScaledLoads and WithTokenScales wrap both.
 //
 // A variant is a struct derived from VariantBase that has any of
 // - Params: plain data, at most VariantParams::kBytes, the same for a whole launch;
@@ -121,6 +121,7 @@ struct VariantBase {
   static constexpr NoHook logits{}, bias_slope{}, mask{}, range{}, output{}, query{}, key{}, value{};
   static constexpr bool kUsesSoftmax = true;
   static constexpr bool kHasSinks = false;
+  static constexpr bool kRotates = false;
   static constexpr bool kHasScales = false;
   static constexpr bool kHasQueryScale = false;
   static constexpr bool kLoadsScaled = false;
@@ -140,6 +141,15 @@ struct VariantBase {
 template <class Variant>
 struct WithSinks : Variant {
   static constexpr bool kHasSinks = true;
+
+  using Variant::Variant;
+};
+
+/// A variant over a cache whose rows of K and V are rotated (common/rotation.h): the kernel rotates Q, and O back. The
+/// variant must not transform rows.
+template <class Variant>
+struct WithRotation : Variant {
+  static constexpr bool kRotates = true;
 
   using Variant::Variant;
 };

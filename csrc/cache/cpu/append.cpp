@@ -7,6 +7,7 @@
 #include "common/cpu/elements.h"
 #include "common/cpu/parallel.h"
 #include "common/platform.h"
+#include "common/rotation.h"
 
 namespace attn::cpu {
 namespace {
@@ -70,10 +71,12 @@ class TokenWriter {
     for (int32_t head = 0; head < p_.num_kv_heads; ++head) {
       load(p_.k, token, head);
       finish(p_.k_norm, true);
+      rotate();
       store_cached(p_.k_cache, place, head, p_.scales.k, p_.k_token_scales);
       if (p_.v.data == nullptr) continue;
       load(p_.v, token, head);
       finish(nullptr, false);
+      rotate();
       store_cached(p_.v_cache, place, head, p_.scales.v, p_.v_token_scales);
     }
   }
@@ -123,6 +126,10 @@ class TokenWriter {
       first = a * cosines_[i] - b * sines_[i];
       second = b * cosines_[i] + a * sines_[i];
     }
+  }
+
+  void rotate() {
+    if (p_.rotates_rows != 0) rotate_row(head_.data(), p_.head_dim);
   }
 
   /// Writes the head as `Stored`; `change` is applied to its numbers before.

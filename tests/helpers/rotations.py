@@ -1,0 +1,73 @@
+"""The rotation of heads (csrc/common/rotation.h) in float64, as vLLM's int4_per_token_head defines it, and
+cases whose caches hold rotated rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import case_tensors
+import cases
+import torch
+from float8_cases import Float8Case
+from torch import Tensor
+
+
+def block_of(head_dim: int) -> int:
+    """The largest power of 2 that divides it."""
+    return head_dim & -head_dim
+
+
+def signs(block: int) -> Tensor:
+    """+1 and -1, float64."""
+    generator = torch.Generator().manual_seed(0x9E3779B9)
+    return 2.0 * torch.bernoulli(torch.full((block,), 0.5), generator=generator).double() - 1.0
+
+
+@cache
+def matrix(head_dim: int) -> Tensor:
+    """x @ matrix is the rotated x."""
+    block = block_of(head_dim)
+    hadamard = torch.ones(1, 1, dtype=torch.float64)
+    while len(hadamard) < block:
+        hadamard = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), hadamard)
+    return torch.block_diag(*[signs(block)[:, None] * hadamard] * (head_dim // block))
+
+
+def rotated(x: Tensor) -> Tensor:
+    """float64, on the CPU."""
+    return x.double().cpu() @ matrix(x.shape[-1])
+
+
+def rotated_back(x: Tensor) -> Tensor:
+    """What `rotated` made x of."""
+    return x.double().cpu() @ matrix(x.shape[-1]).T / block_of(x.shape[-1])
+
+
+def spec_of_rotated(spec: cases.Spec) -> cases.Spec:
+    """With scores that differ by about 1: stored rows are random numbers, so the rows that they stand for
+    have small ones.
+    """
+    return spec.with_(head_dim_v=None, sm_scale=math.sqrt(block_of(spec.head_dim) / spec.head_dim))
+
+
+class RotatedCase(Float8Case):
+    """A case over an 8-bit cache whose stored rows are rotated."""
+
+    def __init__(self, spec: cases.Spec, device: torch.device | str, *cache: Any) -> None:
+        super().__init__(spec_of_rotated(spec), device, *cache)
+        self.options["rotation"] = True
+
+    def _represented(self, *arguments: Any) -> Tensor:
+        return rotated_back(super()._represented(*arguments))
+
+
+def rotated_case(spec: cases.Spec, device: torch.device | str) -> case_tensors.Case:
+    """A case over a 16-bit or float32 cache whose stored rows are rotated: its k_slots and v_slots, for the
+    oracle, are the rows that they stand for.
+    """
+    case = case_tensors.build(spec_of_rotated(spec), device)
+    return replace(case, k_slots=rotated_back(case.k_slots), v_slots=rotated_back(case.v_slots))
