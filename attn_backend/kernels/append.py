@@ -134,6 +134,8 @@ def append_qkv(
     Raises:
         ValueError: an argument that is wrong in type, shape, dtype, device or stride.
     """
+    if rotation is not False:
+        check_types(bool, "True or False", rotation=rotation)
     if torch.compiler.is_compiling():
         _explain_qkv(
             kv,
@@ -149,7 +151,6 @@ def append_qkv(
             k_norm=k_norm,
         )
         _check_rotary(rotary)
-        check_types(bool, "True or False", rotation=rotation)
         options = {
             "positions": positions,
             "q_norm": q_norm,
@@ -193,7 +194,6 @@ def append_qkv(
         RuntimeError,
         TypeError,
     ):  # only on failure, to keep each layer's call cheap
-        check_types(bool, "True or False", rotation=rotation)
         _explain_qkv(
             kv,
             norm_eps,
@@ -396,8 +396,10 @@ def append_kv(
     Raises:
         ValueError: an argument that is wrong in type, shape, dtype, device or stride.
     """
+    if rotation is not False:
+        check_types(bool, "True or False", rotation=rotation)
     if is_compiling():
-        _explain_kv(k, v, kv, slots, rotation)
+        _explain_kv(k, v, kv, slots)
         return torch_ops.append_kv(k, v, kv, slots, rotation)
     try:
         if (
@@ -437,14 +439,13 @@ def append_kv(
         RuntimeError,
         TypeError,
     ):  # only on failure, to keep each layer's call cheap
-        _explain_kv(k, v, kv, slots, rotation)
+        _explain_kv(k, v, kv, slots)
         raise
 
 
-def _explain_kv(k: object, v: object, kv: KVCache, slots: object, rotation: object) -> None:
+def _explain_kv(k: object, v: object, kv: KVCache, slots: object) -> None:
     """Refuses an argument of the wrong type by its name."""
     check_types(KVCache, "a KVCache", kv=kv)
-    check_types(bool, "True or False", rotation=rotation)
     explain_failure((("k", k), ("v", v), ("slots", slots), ("kv.k", kv.k), ("kv.v", kv.v)))
 
 

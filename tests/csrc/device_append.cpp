@@ -1,15 +1,26 @@
 // csrc/cache/append_qkv.cu and append_rounded.cu on a CPU, for ctypes: with emulated/ in the place of CUDA. CTAs run
 // one after another.
-#include "no_shared_memory.h"
+#include "cuda_emulation.h"
 
 #include "cache/params.h"
 #include "common/elements.cuh"
+
+namespace emulation {
+
+alignas(16) char memory[16 << 10];
+char* const shared_memory = memory;
+const size_t shared_bytes = sizeof(memory);
+
+uint64_t time() { return 0; }
+
+}  // namespace emulation
 
 namespace attn {
 // Of the entries, which are not called.
 using KernelElement = BFloat16;
 using KernelCacheElement = BFloat16;
 constexpr Rounding kKernelRounding = Rounding::k16Bits;
+constexpr bool kKernelRotates = false;
 }  // namespace attn
 
 #include "cache/append_qkv.cu"
@@ -19,19 +30,24 @@ namespace {
 
 attn::QkvParams launched;
 
-template <class Element, attn::QkvKernel kKernel>
-void append() {
+template <class Element, attn::QkvKernel kKernel, bool kRotates>
+void append_all() {
   constexpr bool kIsBf16 = attn::is_same<Element, attn::BFloat16>;
   using Other = typename attn::Conditional<kIsBf16, attn::Float16, attn::BFloat16>::Type;
   using attn::Rounding;
   if (launched.k_token_scales.exist())
-    attn::append_qkv<Element, kKernel, Rounding::kByTokenScales>(launched);
+    attn::append_qkv<Element, kKernel, Rounding::kByTokenScales, Element, kRotates>(launched);
   else if (attn::has_8_bits(launched.scales.element))
-    attn::append_qkv<Element, kKernel, Rounding::kByScales>(launched);
+    attn::append_qkv<Element, kKernel, Rounding::kByScales, Element, kRotates>(launched);
   else if (launched.scales.element == (kIsBf16 ? attn::DataType::kFloat16 : attn::DataType::kBFloat16))
-    attn::append_qkv<Element, kKernel, Rounding::k16Bits, Other>(launched);
+    attn::append_qkv<Element, kKernel, Rounding::k16Bits, Other, kRotates>(launched);
   else
-    attn::append_qkv<Element, kKernel, Rounding::k16Bits>(launched);
+    attn::append_qkv<Element, kKernel, Rounding::k16Bits, Element, kRotates>(launched);
+}
+
+template <class Element, attn::QkvKernel kKernel>
+void append() {
+  launched.rotates_rows != 0 ? append_all<Element, kKernel, true>() : append_all<Element, kKernel, false>();
 }
 
 template <class Element>

@@ -26,11 +26,12 @@ from device_attention import KvScale, KvScales
 from float8_cases import DTYPES, TOKEN_DTYPES
 from host_planner import COMPILER, ROOT
 from mixed_cases import MIXTURES
+from rotations import rotated
 from tiers import mostly_slow
 from torch import Tensor
 
 from attn_backend import KVCache, Rotary, append_kv, append_mla_kv
-from attn_backend.kernels.native import values_of
+from attn_backend.kernels.native import ALL_DTYPES, values_of
 
 PLAIN, NORMED, ROUNDED = 0, 1, 3  # QkvKernel of csrc/cache/params.h
 
@@ -82,6 +83,8 @@ class _QkvParams(_UnalignedParams):
         ("lane_bits", ctypes.c_int32),
         ("k_token_scales", _KvTensor),
         ("v_token_scales", _KvTensor),
+        ("rotates_rows", ctypes.c_int32),
+        ("padding_at_end", ctypes.c_int32 * 3),
     )
 
 
@@ -451,3 +454,44 @@ def test_rotated_and_rounded(library: ctypes.CDLL, interleaved: bool, dtype: tor
             found_v[slots[is_written]],
             v[is_written].to(dtype).float() if has_v else torch.full_like(exact, 7.0).float(),
         )
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+def test_rotated_rows(library: ctypes.CDLL) -> None:
+    """After norm and RoPE, in float32, into every cache. Q is left as it is."""
+    kinds = set()
+    for seed in range(36):
+        dtype = (torch.bfloat16, torch.float16)[seed % 2]
+        problem = random_problem(seed, dtype, torch.device("cpu"))
+        form = seed // 2 % 3
+        if seed % 5 == 0:
+            problem.rotary = None
+        params = _params(problem)
+        params.rotates_rows = 1
+        kv, element = problem.kv, ""
+        if form == 1:
+            kv, element = token_scaled(problem.kv, TOKEN_DTYPES[seed % 2]), ("kFloat8E4M3", "kInt8")[seed % 2]
+            params.k_token_scales, params.v_token_scales = _cache(kv.k_scale), _cache(kv.v_scale)
+        elif form == 2:
+            others = (dict(MIXTURES)[dtype], torch.float8_e4m3fn, torch.float8_e5m2)
+            other = others[seed // 6 % 3]
+            kv = KVCache.from_pair(*(torch.zeros(problem.kv.k.shape).to(other) for _ in range(2)))
+            element = ALL_DTYPES[other]
+        params.k_cache, params.v_cache = _cache(kv.k), _cache(kv.v)
+        if element:
+            of_cache = KvScale.of(0.5 if kv.dtype in DTYPES and form == 2 else None)
+            params.scales = KvScales(of_cache, of_cache, values_of("DataType")[element])
+        kinds.add(library.device_append_qkv(ctypes.byref(params), kv.page_size, dtype == torch.bfloat16))
+        if form == 0:
+            problem.check(rotation=True)
+        elif form == 1:
+            check_token_scaled(problem, kv, rotation=True)
+        else:
+            v = rotated(problem.before[: len(problem.slots), problem.num_qo_heads + HEADS :])
+            scale = 0.5 if kv.dtype in DTYPES else 1.0
+            for i, slot in enumerate(problem.slots.tolist()):
+                if 0 <= slot < kv.num_pages * kv.page_size:
+                    found = kv.v[divmod(slot, kv.page_size)].double() * scale
+                    step = torch.finfo(kv.dtype).eps * v[i].abs().clamp_min(2 * torch.finfo(kv.dtype).tiny)
+                    assert ((found - v[i]).abs() <= 0.51 * step + 1e-5).all()
+    assert kinds == {0, 1, 2}

@@ -1202,4 +1202,32 @@ FAULTS = (
         "        check_layers(runner, arguments[0])",
         ("tests/adapters/sglang/test_sglang_served.py",),
     ),
+    Fault(
+        "rotation: columns of a dequantized cache take signs in the order of other caches",
+        "csrc/attention/tile/rotation.cuh",
+        "(kFourColumns ? 2 * j + n % 2 : j)",
+        "j",
+        ("tests/csrc/test_rotation_kernels.py", "-k", "random_cases and generic and number"),
+    ),
+    Fault(
+        "rotation: blocks of 256 columns are two blocks where warps share rows",
+        "csrc/attention/tile/rotation.cuh",
+        "rotation_block(kHeadColumns) == 256",
+        "rotation_block(kHeadColumns) == 512",
+        ("tests/csrc/test_rotation_kernels.py", "-k", "random_cases and hopper and 256"),
+    ),
+    Fault(
+        "append: the scale of a token and head comes from the row before it is rotated",
+        "csrc/cache/append_qkv.cu",
+        "fabsf(rotated[j])",
+        "fabsf(plain[j])",
+        ("tests/csrc/test_device_append.py", "-k", "rotated_rows"),
+    ),
+    Fault(
+        "CPU: partial states stay rotated",
+        "csrc/attention/cpu/attention_kernel.h",
+        "if (params_.rotates) rotate_row_back",
+        "if (params_.rotates && is_complete) rotate_row_back",
+        ("tests/kernels/test_rotation.py", "-k", "random_cases"),
+    ),
 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy
 import torch
+from rotations import rotated
 from torch import Tensor
 
 from attn_backend import KVCache, Rotary
@@ -114,7 +115,8 @@ class Problem:
         self.q, self.k, self.v = self.qkv.split([self.num_qo_heads, HEADS, HEADS], dim=1)
         self.written_q = self.q if self.out is None else self.out
 
-    def check(self) -> None:
+    def check(self, rotation: bool = False) -> None:
+        """rotation: K and V were rotated."""
         tokens, q_heads, kv = len(self.slots), self.num_qo_heads, self.kv
         norm = (self.norm_eps, self.norm_offset)
         check(
@@ -131,12 +133,16 @@ class Problem:
         wanted_k = expected(
             self.before[:tokens, q_heads : q_heads + HEADS], self.positions, self.rotary, self.k_norm, *norm
         )
+        wanted_v = self.before[:tokens, q_heads + HEADS :]
+        if rotation:
+            wanted_k, wanted_v = rotated(wanted_k), rotated(wanted_v)
         written = 0
         for i, slot in enumerate(self.slots.tolist()):
             if 0 <= slot < kv.num_pages * kv.page_size:
                 page, place = divmod(slot, kv.page_size)
                 check(kv.k[page, place], wanted_k[i])
-                assert torch.equal(kv.v[page, place], self.before[i, q_heads + HEADS :])
+                check(kv.v[page, place], wanted_v[i])
+                assert rotation or torch.equal(kv.v[page, place], wanted_v[i])
                 written += 1
         # Everything else is unchanged: NaN.
         assert int((~self.storage.isnan()).sum()) == 2 * written * HEADS * kv.head_dim
@@ -229,8 +235,10 @@ def token_scaled(kv: KVCache, dtype: torch.dtype) -> KVCache:
     )
 
 
-def check_token_scaled(problem: Problem, kv: KVCache, has_q: bool = True) -> None:
-    """Compares a cache with a scale for each token and head with the float64 oracle. has_q: and Q."""
+def check_token_scaled(problem: Problem, kv: KVCache, has_q: bool = True, rotation: bool = False) -> None:
+    """Compares a cache with a scale for each token and head with the float64 oracle. has_q: and Q. rotation:
+    K and V were rotated.
+    """
     tokens, q_heads = len(problem.slots), problem.num_qo_heads
     norm = (problem.norm_eps, problem.norm_offset)
     q = expected(problem.before[:tokens, :q_heads], problem.positions, problem.rotary, problem.q_norm, *norm)
@@ -238,6 +246,8 @@ def check_token_scaled(problem: Problem, kv: KVCache, has_q: bool = True) -> Non
         check(problem.written_q[:tokens], q)
     k, v = problem.before[:tokens, q_heads:].cpu().split(HEADS, dim=1)
     k = expected(k, problem.positions, problem.rotary, problem.k_norm, *norm)
+    if rotation:
+        k, v = rotated(k), rotated(v)
     assert isinstance(kv.k_scale, Tensor)
     assert isinstance(kv.v_scale, Tensor)
     k_cache, v_cache, k_scales, v_scales = (x.cpu() for x in (kv.k, kv.v, kv.k_scale, kv.v_scale))

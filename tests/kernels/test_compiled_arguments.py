@@ -231,7 +231,13 @@ def appends(device: torch.device) -> list[Case]:
         "append_kv",
         append_kv,
         {"k": k, "v": v, "kv": kv, "slots": slots},
-        {"k": [k, *bad_tensors(k)], "v": bad_tensors(v), "kv": caches, "slots": all_slots},
+        {
+            "k": [k, *bad_tensors(k)],
+            "v": bad_tensors(v),
+            "kv": caches,
+            "slots": all_slots,
+            "rotation": [True, False, 1, None, "x"],
+        },
     )
     latent, rope = (randn(ROWS, width, dtype=torch.bfloat16, device=device) for width in (512, 64))
     latents = [
@@ -286,6 +292,7 @@ def appends(device: torch.device) -> list[Case]:
             "norm_eps": [*NUMBERS],
             "norm_offset": [*NUMBERS],
             "out": [torch.zeros_like(q), *bad_tensors(q)],
+            "rotation": [True, False, 1, None, "x"],
         },
     )
     without_rotary = Case(
