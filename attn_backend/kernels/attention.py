@@ -335,7 +335,8 @@ def check_rotation(q_dtype: torch.dtype, dtype: torch.dtype, dims: HeadDims, var
     if q_dtype != dtype:
         refuse("q_dtype", q_dtype, f"None or dtype = {dtype} with rotation=True")
     if variant is not None and (variant.has_transforms or variant.has_output):
-        refuse("variant", variant, "one that does not transform Q, K, V or the output with rotation=True")
+        must = "a variant that leaves Q, K, V and the output as they are, with rotation=True"
+        refuse("variant", variant, must)
 
 
 def check_room(

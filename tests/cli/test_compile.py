@@ -109,6 +109,13 @@ REFUSED = {
         *("--kv-dtype", "int8", "--token-scales"),
         *("--head-dim", "512", "--arch", "sm_80"),
     ],
+    "--float8-q is given, must not come with --rotation": [
+        *ON_CPU,
+        *("--kv-dtype", "float8_e4m3fn", "--float8-q", "--rotation"),
+    ],
+    "--head-dim is 192_128, must be at most 256 with rotation, and the same for V": [
+        *("--rotation", "--head-dim", "192_128", "--arch", "sm_80"),
+    ],
     "--out is given, must not come with --variant": [*ON_CPU, "--out", "somewhere"],
     "--out is given, must not come with --head-dim": [*HEADS, "--arch", "sm_80", "--out", "somewhere"],
     "--sinks is given, must come with --variant": ["--sinks", *HEADS, "--arch", "sm_80"],

@@ -111,6 +111,19 @@ def test_names_say_what_kernels_are_for() -> None:
         assert source is not None
         assert "attn::WithTokenScales<attn::StandardVariant>" in source
         assert manifest.source_of(of_tokens.replace("d72", "d512"), "sm_90a") is None
+    for name, options in (
+        ("attention_sm90_bf16_rotated_d72_standard", " --head-dim 72 --rotation"),
+        ("append_qkv_bf16_rotated", " --rotation"),
+        ("append_qkv_f16_float8_rotated", " --kv-dtype float8_e4m3fn --rotation"),
+        ("append_qkv_f16_tokens_rotated", " --kv-dtype float8_e4m3fn --token-scales --rotation"),
+    ):
+        assert manifest.compile_options(name) == options
+        source = manifest.source_of(name, "sm_90a")
+        assert source is not None
+        assert ("attn::WithRotation<attn::StandardVariant>" in source) == name.startswith("attention")
+        assert ("kKernelRotates = true" in source) == name.startswith("append")
+    for impossible in ("bf16_rotated_d192_128", "bf16_rotated_d512", "bf16_e4m3_q_rotated_d72"):
+        assert manifest.source_of(f"attention_sm90_{impossible}_standard", "sm_90a") is None
     name = "attention_sm90_bf16_e4m3_q_to_e4m3_d72_standard"
     assert (
         manifest.attention_name("sm90", KernelShape("bf16", HEADS, "e4m3", float8_q=True, float8_out=True))

@@ -269,7 +269,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "kv_dtype": torch.float8_e4m3fn,
         "q_dtype": torch.float8_e4m3fn,
     },
-    r"variant is .*, must be one that does not transform Q, K, V or the output with rotation=True": {
+    r"variant is .*, must be a variant that leaves Q, K, V and the output as they are, with rotation=True": {
         "variant": builtin.rope(builtin.rope_frequencies(32))
     },
 }
