@@ -14,11 +14,20 @@ import mixed_cases
 import numpy
 import pytest
 import torch
+from compositions import Shape
 from device_attention import KERNELS, DeviceAttention
-from float8_cases import ROUNDED_TOLERANCE, lse_tolerance_of_rounded_k
+from float8_cases import ROUNDED_TOLERANCE
 from float8_kernels import BATCHES
 from float8_outputs import check_rounded, out_of_8_bits, scale_for
-from rotations import RotatedCase, rotated_back, rotated_case, spec_of_rotated
+from rotations import (
+    TOLERANCES,
+    RotatedCase,
+    check_problem,
+    rotated_back,
+    rotated_case,
+    rotated_problem,
+    spec_of_rotated,
+)
 from tiers import distinct, in_turn
 from variant_fuzz.catalogue import by_reference
 
@@ -41,9 +50,7 @@ FORMS = (
 
 
 def tolerances(case: case_tensors.Case) -> tuple[float, float]:
-    """Of the output and of lse: Q is rotated and rounded again."""
-    is_f16 = case.spec.dtype == F16 and case.kv.dtype != BF16
-    return 2e-3 if is_f16 else ROUNDED_TOLERANCE, lse_tolerance_of_rounded_k(case.spec)
+    return TOLERANCES[case.kv.dtype if case.kv.dtype in TOLERANCES else case.spec.dtype]
 
 
 def run(
@@ -94,6 +101,17 @@ def test_random_cases(
             case, expected, options = problem.case, problem.expected(), problem.options
         made = case.attention(kernel=kernel, **options, **modes)
         run(DeviceAttention(emulated, made, kernel, number), case, expected, number % 2 == 0)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_compositions(emulated: Path, kernel: str) -> None:
+    """Rows in several levels: their states are rotated back before they merge."""
+    for seed in range(3):
+        shape = Shape(2, 4, 64, (BF16, F16)[seed % 2], (16, 5, 1)[seed], 5)
+        problem, o, lse = rotated_problem(seed, shape, torch.device("cpu"))
+        made = problem.attention(kernel=kernel, rotation=True)
+        problem.run(DeviceAttention(emulated, made, kernel, seed))  # type: ignore[arg-type]
+        check_problem(problem, o, lse)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

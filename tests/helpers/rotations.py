@@ -11,9 +11,19 @@ from typing import Any
 
 import case_tensors
 import cases
+import numpy
 import torch
-from float8_cases import Float8Case
+from compositions import Problem, Shape, cascade_problem, tree_problem
+from float8_cases import ROUNDED_TOLERANCE, Float8Case
 from torch import Tensor
+
+# Of outputs, relative, and of lse, by the dtype that is multiplied: Q is rotated and rounded again. With
+# spec_of_rotated() a score's error is about a tenth of an eps.
+TOLERANCES = {
+    torch.bfloat16: (ROUNDED_TOLERANCE, 2.0**-6),
+    torch.float16: (2e-3, 2.0**-9),
+    torch.float32: (2e-5, 1e-4),
+}
 
 
 def block_of(head_dim: int) -> int:
@@ -70,4 +80,30 @@ def rotated_case(spec: cases.Spec, device: torch.device | str) -> case_tensors.C
     oracle, are the rows that they stand for.
     """
     case = case_tensors.build(spec_of_rotated(spec), device)
-    return replace(case, k_slots=rotated_back(case.k_slots), v_slots=rotated_back(case.v_slots))
+    k_slots, v_slots = (rotated_back(slots).to(case.device) for slots in (case.k_slots, case.v_slots))
+    return replace(case, k_slots=k_slots, v_slots=v_slots)
+
+
+def rotated_problem(seed: int, shape: Shape, device: torch.device) -> tuple[Problem, Tensor, Tensor]:
+    """A tree or a cascade whose stored rows are rotated, and its float64 o and lse."""
+    rng = numpy.random.default_rng([seed, 90])
+    scale = math.sqrt(block_of(shape.head_dim) / shape.head_dim)
+    shape = replace(shape, head_dim_v=None, v_in_k=False, sm_scale=scale)
+    problem = (tree_problem if seed % 2 else cascade_problem)(rng, shape, device, 2)
+    memory = problem.memory
+    k_slots, v_slots = (rotated_back(slots).to(device) for slots in (memory.k_slots, memory.v_slots))
+    represented = replace(problem, memory=replace(memory, k_slots=k_slots, v_slots=v_slots))
+    return problem, *represented.expected()
+
+
+def check_problem(problem: Problem, o: Tensor, lse: Tensor) -> None:
+    """Compares outputs with those of rotated_problem()."""
+    tolerance, lse_tolerance = TOLERANCES[problem.shape.dtype]
+    rows = sorted({row for seen in problem.seen for row in seen.rows})
+    assert (problem.out[rows].double() - o[rows]).norm() <= tolerance * o[rows].norm()
+    seen = lse[rows] != -torch.inf
+    assert torch.equal(problem.lse[rows] != -torch.inf, seen)
+    assert ((problem.lse[rows] - lse[rows])[seen].abs() <= lse_tolerance).all()
+    absent = torch.ones(len(problem.out), dtype=torch.bool)
+    absent[rows] = False
+    assert problem.out[absent].isnan().all()

@@ -11,11 +11,22 @@ from typing import Any
 import case_tensors
 import cases
 import cpu_isa
+import numpy
 import pytest
 import torch
 from append_problems import HEADS, check, check_token_scaled, random_problem, token_scaled
-from float8_cases import ROUNDED_TOLERANCE, TOKEN_DTYPES, lse_tolerance_of_rounded_k
-from rotations import RotatedCase, block_of, matrix, rotated, rotated_case
+from compositions import random_shape
+from float8_cases import ROUNDED_TOLERANCE, TOKEN_DTYPES
+from rotations import (
+    TOLERANCES,
+    RotatedCase,
+    block_of,
+    check_problem,
+    matrix,
+    rotated,
+    rotated_case,
+    rotated_problem,
+)
 from tiers import mostly_slow
 from variant_fuzz.catalogue import by_reference
 
@@ -74,13 +85,7 @@ def random_case(
             *(["token"] * 2 if form < 3 else ["head", "number"]),
         )
         case, made, expected = problem.case, problem.options, problem.expected(**options)
-    tolerances = {
-        torch.float32: (2e-5, 1e-4),
-        torch.float16: (2e-3, 0.0),
-        torch.bfloat16: (ROUNDED_TOLERANCE, 0.0),
-    }
-    tolerance, of_lse = tolerances[case.spec.dtype]
-    return case, made, expected, (tolerance, max(of_lse, lse_tolerance_of_rounded_k(case.spec)))
+    return case, made, expected, TOLERANCES[case.spec.dtype]
 
 
 def run_and_check(seed: int, device: torch.device, **options: Any) -> None:
@@ -123,7 +128,37 @@ def test_sinks_and_chunks(device: torch.device, kernel: str | None) -> None:
     attention.plan(case.view)
     case.run(attention, out=case.out, lse=case.lse, sinks=sinks)
     expected = problem.expected(sinks=sinks.cpu())
-    case_tensors.check(case, case.out, case.lse, expected, ROUNDED_TOLERANCE, 1e-2)
+    case_tensors.check(case, case.out, case.lse, expected, *TOLERANCES[case.spec.dtype])
+
+
+@pytest.mark.parametrize("seed", mostly_slow(range(24), fast=8))
+def test_compositions(device: torch.device, seed: int) -> None:
+    shape = random_shape(numpy.random.default_rng([seed, 91]), device)
+    problem, o, lse = rotated_problem(seed, shape, device)
+    problem.run(problem.attention(rotation=True))
+    check_problem(problem, o, lse)
+
+
+def test_a_captured_run(device: torch.device, kernel: str | None) -> None:
+    if device.type == "cpu":
+        pytest.skip("needs a CUDA GPU")
+    spec = cases.Spec((1, 70, 3), (200, 90, 300), num_kv_heads=2, group_size=4, head_dim=128)
+    problem = RotatedCase(spec, device, torch.int8, "token", "token")
+    case = problem.case
+    attention = case.attention(kernel=kernel, **problem.options)
+
+    def step() -> None:
+        attention.plan(case.view)
+        case.run(attention, out=case.out, lse=case.lse)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    case.out.fill_(torch.nan)
+    case.lse.fill_(torch.nan)
+    graph.replay()
+    case_tensors.check(case, case.out, case.lse, problem.expected(), *TOLERANCES[spec.dtype])
 
 
 @pytest.mark.parametrize("interprets", [False, True])
