@@ -97,7 +97,7 @@ def rotated_problem(seed: int, shape: Shape, device: torch.device) -> tuple[Prob
 
 
 def check_problem(problem: Problem, o: Tensor, lse: Tensor) -> None:
-    """Compares outputs with those of rotated_problem()."""
+    """Compares outputs with the results of rotated_problem()."""
     tolerance, lse_tolerance = TOLERANCES[problem.shape.dtype]
     rows = sorted({row for seen in problem.seen for row in seen.rows})
     assert (problem.out[rows].double() - o[rows]).norm() <= tolerance * o[rows].norm()
