@@ -35,8 +35,9 @@ class InPlaceDequantizer {
   static constexpr bool kHasScales = Traits::Variant::kHasTokenScales;
   static_assert(Shared::kKvParts % kTileParts == 0, "a tile's stages lie together");
 
-  __device__ __forceinline__ InPlaceDequantizer(const Shared& shared, const Share& share)
-      : shared_(shared), share_(share) {}
+  /// `arrivals`: of a warp at the barrier of a part, as without dequantization.
+  __device__ __forceinline__ InPlaceDequantizer(const Shared& shared, const Share& share, uint32_t arrivals)
+      : shared_(shared), share_(share), arrivals_(arrivals) {}
 
   /// Fills `count` tiles of an item; no more than `limited` of the first as wait_for_part() says. The first has been
   /// looked up; look_up(i) does so for number i. `place`: where the warp's part of the first is, were it to stay as it
@@ -112,10 +113,9 @@ class InPlaceDequantizer {
  private:
   /// Called when the warp has filled its share of a tile, or has told the barrier how many bytes will arrive.
   __device__ __forceinline__ void arrive_full(int part) const {
-    constexpr int kArrivals = Copier::kArrivals;  // as many as without dequantization
     // Consumers wait only for the first stage's parts.
-    if constexpr (kTileParts > kParts) Shared::arrive_as_warp(shared_.kv_full(part + kParts), kArrivals);
-    Shared::arrive_as_warp(shared_.kv_full(part), kArrivals);
+    if constexpr (kTileParts > kParts) Shared::arrive_as_warp(shared_.kv_full(part + kParts), arrivals_);
+    Shared::arrive_as_warp(shared_.kv_full(part), arrivals_);
   }
 
   /// V lies behind all stages of K.
@@ -214,6 +214,7 @@ class InPlaceDequantizer {
 
   const Shared& shared_;
   const Share& share_;
+  const uint32_t arrivals_;
   int loaded_ = 0;  // tiles so far
 };
 

@@ -26,7 +26,7 @@ namespace attn::feed {
 template <class Traits, int kCtas = 1>
 struct DequantizingCopier {
   static constexpr bool kGathers = true;
-  static constexpr int kArrivals = 32;
+  static constexpr bool kTakesWholeTiles = false;
   using Shared = SharedMemory<Traits>;
   using Stored = typename Traits::StoredElement;
   using Tile = KTile<Traits>;
@@ -58,6 +58,9 @@ struct DequantizingCopier {
 
   __device__ __forceinline__ DequantizingCopier(const TmaParams& params_, const KvShare<Traits>& /*share*/)
       : params(params_) {}
+
+  /// Of a warp at a barrier.
+  __device__ __forceinline__ static uint32_t arrivals(const TmaParams&) { return 32; }
 
   /// The first of the warp's rows in the tile.
   __device__ __forceinline__ static int warp_row() {

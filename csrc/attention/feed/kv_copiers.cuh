@@ -27,7 +27,8 @@ __device__ __forceinline__ int target_block(int block, bool spreads, int wide_bl
   return spreads ? min_of(2 * block + 1, wide_blocks - 1) : block;
 }
 
-/// The part of each KV tile that a warp of the producer loads: half of the tokens of K, or of V.
+/// The part of each KV tile that a warp of the producer loads: half of the tokens of K, or of V. A copier may also take
+/// whole tiles, and leave every other one to the warp that has the other half.
 template <class Traits>
 struct KvShare {
   using Shared = SharedMemory<Traits>;
@@ -36,6 +37,9 @@ struct KvShare {
   static constexpr int kMaxBlocks = max_of(KTile<Traits>::kBlocks, VTile<Traits>::kBlocks);
   /// With wide heads: the blocks in the first part of a stage.
   static constexpr int kLeftBlocks = VTile<Traits>::kBlocks / 2;
+
+  /// How many of a tile a warp loads.
+  static constexpr int tokens(bool is_whole) { return is_whole ? 2 * kTokens : kTokens; }
 
   bool is_v;
   int first_token;  // of the tile
@@ -76,27 +80,36 @@ struct KvShare {
   }
 };
 
-/// Loads a warp's share of a KV tile by TMA; lane i knows box i.
+/// Loads a warp's share of a KV tile, or the whole tile, by TMA; lane i knows box i.
 template <class Traits>
 struct BoxCopier {
   static constexpr bool kGathers = false;
-  static constexpr int kArrivals = Traits::Variant::kHasTokenScales ? 32 : 1;  // of a warp at a barrier
   using Shared = SharedMemory<Traits>;
+  using Share = KvShare<Traits>;
   using Tile = KTile<Traits>;  // V tiles have K's layout, but may have another number of blocks
+  static constexpr bool kHasTokenScales = Traits::Variant::kHasTokenScales;
+  /// Whether it takes whole tiles, where they stay as they are stored. What a warp does for a tile besides copies takes
+  /// longer than the copies, so for each token it then does less.
+  static constexpr bool kTakesWholeTiles = Shared::kParts == 2 && !is_wide(Traits::Shape::kDims);
   const TmaParams& params;
-  const KvShare<Traits>& share;
+  const Share& share;
   int32_t token = 0;  // first token of the lane's box
   int32_t entry = 0;
   bool wanted = false;
 
-  __device__ __forceinline__ BoxCopier(const TmaParams& params_, const KvShare<Traits>& share_)
+  __device__ __forceinline__ BoxCopier(const TmaParams& params_, const Share& share_)
       : params(params_), share(share_) {}
 
+  /// Of a warp at a part's barrier: of one lane, or of all that copy TokenScales.
+  __device__ __forceinline__ static uint32_t arrivals(const TmaParams& params) {
+    return kHasTokenScales && !params.scales_lie_together() ? 32 : 1;
+  }
+
   /// Starts to look up the boxes of the tile from `tile_token` on.
-  __device__ __forceinline__ void look_up(const LoadedRowTile& tile, int32_t tile_token) {
+  __device__ __forceinline__ void look_up(const LoadedRowTile& tile, int32_t tile_token, bool is_whole = false) {
     const int32_t box_token = ptx::lane_id() * params.box_tokens;
-    token = tile_token + share.first_token + box_token;
-    wanted = box_token < KvShare<Traits>::kTokens && token < tile.readable.end &&
+    token = tile_token + (is_whole ? 0 : share.first_token) + box_token;
+    wanted = box_token < Share::tokens(is_whole) && token < tile.readable.end &&
              token > tile.readable.begin - params.box_tokens;
     if (wanted) entry = tile.entry(params.attention, token);
   }
@@ -122,36 +135,48 @@ struct BoxCopier {
     return box;
   }
 
-  /// Blocks [kFirst, kEnd) of columns, to the tile of part number `part`. `stored`: the barrier that waits for them, if
-  /// they are spread; 0: they are not, and the part's waits.
+  /// Blocks [kFirst, kEnd) of columns, to the tile of part number `part`, which is the first of a whole tile. `stored`:
+  /// the barrier that waits for them, if they are spread; 0: they are not, and the part's waits.
   template <int kFirst, int kEnd>
   __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part,
-                                       ptx::CachePolicy policy, uint32_t stored = 0) const {
-    const int lane = ptx::lane_id();
+                                       ptx::CachePolicy policy, uint32_t stored = 0, bool is_whole = false) const {
+    const bool scales_are_apart = kHasTokenScales && !params.scales_lie_together();
+    const uint32_t box_bytes =
+        params.box_tokens * (share.row_bytes(kFirst, kEnd) + (kHasTokenScales && !scales_are_apart ? 4 : 0));
     const uint32_t full = stored != 0 ? stored : shared.kv_full(part);
-    const uint32_t boxes = __popc(__ballot_sync(0xffffffffu, box.wanted));
-    uint32_t box_bytes = params.box_tokens * share.row_bytes(kFirst, kEnd);
-    if constexpr (Traits::Variant::kHasTokenScales) box_bytes += params.scale_bytes;
-    if constexpr (kArrivals > 1) {
-      if (lane == 0) ptx::mbarrier_expect(full, boxes * box_bytes);
-    } else {
-      if (lane == 0) ptx::mbarrier_arrive_expect(full, boxes * box_bytes);
+    const int lane = ptx::lane_id();
+    uint32_t boxes = __ballot_sync(0xffffffffu, box.wanted);  // of part number `lane`
+    if (is_whole) {
+      const int of_part = Share::kTokens >> (__ffs(params.box_tokens) - 1);
+      boxes = lane == 0 ? boxes & ((1u << of_part) - 1) : boxes >> of_part;
+    }
+    if (lane < (is_whole ? 2 : 1)) {
+      const uint32_t barrier = full + lane * kBarrierBytes;
+      if (scales_are_apart)
+        ptx::mbarrier_expect(barrier, __popc(boxes) * box_bytes);
+      else
+        ptx::mbarrier_arrive_expect(barrier, __popc(boxes) * box_bytes);
     }
     __syncwarp();
-    if (box.wanted) copy_blocks<kFirst, kEnd>(shared, box, head, part, policy, full, stored != 0);
-    if constexpr (kArrivals > 1) {
-      copy_token_scales(shared, box, head, part, full);
+    if (box.wanted) copy_box<kFirst, kEnd>(shared, box, head, part, policy, full, stored != 0, is_whole);
+    if constexpr (kHasTokenScales) {
+      if (!scales_are_apart) return;
+      copy_token_scales(shared, box, head, part, Share::tokens(is_whole));
       ptx::mbarrier_arrive_after_cp_async(full);
+      if (is_whole) ptx::mbarrier_arrive_after_cp_async(full + kBarrierBytes);
     }
   }
 
  private:
+  static constexpr int kBarrierBytes = 8;  // between those of a tile's parts
+
   template <int kFirst, int kEnd>
-  __device__ __forceinline__ void copy_blocks(const Shared& shared, const Box& box, int32_t head, int part,
-                                              ptx::CachePolicy policy, uint32_t full, bool spreads) const {
-    const int lane = ptx::lane_id();
+  __device__ __forceinline__ void copy_box(const Shared& shared, const Box& box, int32_t head, int part,
+                                           ptx::CachePolicy policy, uint32_t full, bool spreads, bool is_whole) const {
+    const int32_t box_token = ptx::lane_id() * params.box_tokens;
+    if (is_whole && box_token >= Share::kTokens) full += kBarrierBytes;
     const uint32_t target =
-        ptx::shared_address(shared.kv(part)) + (share.first_token + lane * params.box_tokens) * Tile::kRowBytes;
+        ptx::shared_address(shared.kv(part)) + ((is_whole ? 0 : share.first_token) + box_token) * Tile::kRowBytes;
     const TensorMap& map = share.is_v ? params.v : params.k;
 #pragma unroll
     for (int block = kFirst; block < kEnd; ++block) {
@@ -159,23 +184,21 @@ struct BoxCopier {
       ptx::copy_box(target + target_block(block, spreads, share.wide_blocks()) * Tile::kBlockBytes, map, full,
                     block * Tile::kBoxColumns, box.row, head, box.page, policy);
     }
+    if constexpr (kHasTokenScales) {
+      if (params.scales_lie_together())
+        ptx::copy_bytes(share.token_scale(shared, part, box_token),
+                        params.scales_of(share.token_scales(params.attention), box.page, head) + box.row,
+                        params.box_tokens * 4, full);
+    }
   }
 
-  /// Lane i copies the scales of its box. If they do not lie together, it copies those of tokens i and i + 32.
+  /// Lane i copies the scales of `tokens` tokens, from token i on every 32nd.
   __device__ __forceinline__ void copy_token_scales(const Shared& shared, const Box& box, int32_t head, int part,
-                                                    uint32_t full) const {
+                                                    int tokens) const {
     const AttentionParams& attention = params.attention;
-    if (params.scale_bytes > 0) {
-      if (!box.wanted) return;
-      const SlotPlace first{min_of(box.page, attention.num_pages - 1), box.row};
-      ptx::copy_bytes(share.token_scale(shared, part, ptx::lane_id() * params.box_tokens),
-                      &share.token_scales(attention).of(first, head), params.scale_bytes, full);
-      return;
-    }
     const bool is_flat = attention.page_size.divisor == 1;  // boxes then go through pages of one token
-#pragma unroll
-    for (int i = 0; i < KvShare<Traits>::kLaneTokens; ++i) {
-      const int number = ptx::lane_id() + 32 * i;
+#pragma unroll 1
+    for (int number = ptx::lane_id(); number < tokens; number += 32) {
       const int lane = number >> (__ffs(params.box_tokens) - 1);  // it is a power of two
       const int32_t row = __shfl_sync(0xffffffffu, box.row, lane) + (number & (params.box_tokens - 1));
       const int32_t page = __shfl_sync(0xffffffffu, box.page, lane);
@@ -190,7 +213,7 @@ struct BoxCopier {
 template <class Traits>
 struct RowCopier {
   static constexpr bool kGathers = true;
-  static constexpr int kArrivals = 32;
+  static constexpr bool kTakesWholeTiles = false;
   using Shared = SharedMemory<Traits>;
   using Tile = KTile<Traits>;  // V tiles have K's layout, but may have another number of blocks
   static constexpr int kLaneTokens = KvShare<Traits>::kLaneTokens;
@@ -203,6 +226,8 @@ struct RowCopier {
 
   __device__ __forceinline__ RowCopier(const TmaParams& params_, const KvShare<Traits>& share_)
       : params(params_), share(share_) {}
+
+  __device__ __forceinline__ static uint32_t arrivals(const TmaParams&) { return 32; }
 
   __device__ __forceinline__ void look_up(const LoadedRowTile& tile, int32_t tile_token) {
     token = tile_token + share.first_token + ptx::lane_id();

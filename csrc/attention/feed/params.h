@@ -24,7 +24,6 @@ struct TmaParams {
                          // row by row
   int32_t has_one_row_map;  // 0: map `q_row` describes nothing; smaller row tiles are gathered
   int32_t has_dequantized;  // 0: this run ignores the plan's places in DequantizedKv; it has filled none
-  int32_t scale_bytes;      // TokenScales of a box, where one copy loads them; 0: lanes load one each
   int32_t v_is_k;           // V's columns are the first of K's, in the same memory; read by kernels of wide heads
   AttentionParams attention;
   TensorMap k;
@@ -39,6 +38,17 @@ struct TmaParams {
   /// one head, or, if stages have two parts, one block of half a KV tile.
   TensorMap dequantized_k;
   TensorMap dequantized_v;
+  /// Strides of TokenScales, of K and V alike, in units of 16 bytes. 0: the scales of a box do not lie together, and
+  /// lanes copy one each.
+  uint32_t scales_page_units;
+  uint32_t scales_head_units;
+
+  ATTN_HD bool scales_lie_together() const { return scales_page_units != 0; }
+  /// The first in a page.
+  ATTN_HD const float* scales_of(const TokenScales& scales, int32_t page, int32_t head) const {
+    return static_cast<const float*>(scales.data) + uint64_t{4} * (static_cast<uint32_t>(page) * scales_page_units +
+                                                                   static_cast<uint32_t>(head) * scales_head_units);
+  }
 };
 
 /// The arguments of kernels of MLA's latents, whose Q may be two tensors. Maps `q` and `q_row` describe the columns

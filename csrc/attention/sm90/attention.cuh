@@ -109,7 +109,7 @@ __device__ __forceinline__ void attention(const typename Traits::Params& params)
       ptx::prefetch_tensor_map(params.q_rope_row);
     }
   }
-  if (threadIdx.x == 0) shared.init_barriers(Copier<Traits>::kArrivals);
+  if (threadIdx.x == 0) shared.init_barriers(Copier<Traits>::arrivals(params));
   const bool in_cluster = Shared::cluster_ctas() > 1;
   if (in_cluster)
     ptx::cluster_arrive();

@@ -100,16 +100,21 @@ inline bool encode_cache(const AttentionParams& params, const LaunchContext& con
   return context.encode(t, map);
 }
 
-/// TmaParams::scale_bytes, for boxes of `tokens` tokens of a page.
-inline int32_t scale_bytes(const AttentionParams& params, int32_t tokens) {
-  const auto& scales = params.variant.as<AttentionTokenScales>();
-  for (const TokenScales* tensor : {&scales.k, &scales.v}) {
-    constexpr int64_t kUnit = 16 / sizeof(float);
-    const int64_t strides = tensor->page_stride | tensor->head_stride;
-    if (tensor->token_stride != 1 || strides % kUnit != 0 || reinterpret_cast<uintptr_t>(tensor->data) % 16 != 0)
-      return 0;
-  }
-  return tokens * static_cast<int32_t>(sizeof(float));
+/// Finds whether one copy can load the TokenScales of a box.
+inline void find_scales(TmaParams& tma) {
+  const auto& scales = tma.attention.variant.as<AttentionTokenScales>();
+  constexpr int64_t kUnit = 16 / sizeof(float);
+  const TokenScales& k = scales.k;
+  const TokenScales& v = scales.v;
+  const uintptr_t addresses = reinterpret_cast<uintptr_t>(k.data) | reinterpret_cast<uintptr_t>(v.data);
+  const bool are_alike =
+      k.page_stride == v.page_stride && k.head_stride == v.head_stride && k.token_stride == v.token_stride;
+  const int64_t extent = k.page_stride * tma.attention.num_pages + k.head_stride * tma.attention.num_kv_heads;
+  if (!are_alike || k.token_stride != 1 || k.page_stride < 0 || k.head_stride < 0 ||
+      (k.page_stride | k.head_stride) % kUnit != 0 || addresses % 16 != 0 || extent / kUnit >= int64_t{1} << 32)
+    return;
+  tma.scales_page_units = static_cast<uint32_t>(k.page_stride / kUnit);
+  tma.scales_head_units = static_cast<uint32_t>(k.head_stride / kUnit);
 }
 
 /// Encodes the maps of DequantizedKv, which TMA can always load.
@@ -149,7 +154,7 @@ inline void encode_caches(const LaunchContext& context, TmaParams& tma) {
   if (tokens > 0 && encode_cache(params, context, params.k, context.dims.qk, is_flat, tokens, tma.k) &&
       encode_cache(params, context, params.v, context.dims.v, is_flat, tokens, tma.v))
     (is_flat && !is_ragged ? tma.run_tokens : tma.box_tokens) = tokens;
-  if (context.kv_form.has_token_scales && !is_flat) tma.scale_bytes = scale_bytes(params, tokens);
+  if (context.kv_form.has_token_scales && tma.box_tokens > 0 && !is_flat) find_scales(tma);
 }
 
 inline int32_t make_arguments(const LatentAttentionParams& params, const LaunchContext& context,
