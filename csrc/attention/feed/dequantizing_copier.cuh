@@ -26,7 +26,6 @@ namespace attn::feed {
 template <class Traits, int kCtas = 1>
 struct DequantizingCopier {
   static constexpr bool kGathers = true;
-  static constexpr bool kTakesWholeTiles = false;
   using Shared = SharedMemory<Traits>;
   using Stored = typename Traits::StoredElement;
   using Tile = KTile<Traits>;

@@ -27,8 +27,7 @@ __device__ __forceinline__ int target_block(int block, bool spreads, int wide_bl
   return spreads ? min_of(2 * block + 1, wide_blocks - 1) : block;
 }
 
-/// The part of each KV tile that a warp of the producer loads: half of the tokens of K, or of V. A copier may also take
-/// whole tiles, and leave every other one to the warp that has the other half.
+/// The part of each KV tile that a warp of the producer loads: half of the tokens of K, or of V.
 template <class Traits>
 struct KvShare {
   using Shared = SharedMemory<Traits>;
@@ -37,9 +36,6 @@ struct KvShare {
   static constexpr int kMaxBlocks = max_of(KTile<Traits>::kBlocks, VTile<Traits>::kBlocks);
   /// With wide heads: the blocks in the first part of a stage.
   static constexpr int kLeftBlocks = VTile<Traits>::kBlocks / 2;
-
-  /// How many of a tile a warp loads.
-  static constexpr int tokens(bool is_whole) { return is_whole ? 2 * kTokens : kTokens; }
 
   bool is_v;
   int first_token;  // of the tile
@@ -80,7 +76,7 @@ struct KvShare {
   }
 };
 
-/// Loads a warp's share of a KV tile, or the whole tile, by TMA; lane i knows box i.
+/// Loads a warp's share of a KV tile by TMA; lane i knows box i.
 template <class Traits>
 struct BoxCopier {
   static constexpr bool kGathers = false;
@@ -88,9 +84,6 @@ struct BoxCopier {
   using Share = KvShare<Traits>;
   using Tile = KTile<Traits>;  // V tiles have K's layout, but may have another number of blocks
   static constexpr bool kHasTokenScales = Traits::Variant::kHasTokenScales;
-  /// Whether it takes whole tiles, where they stay as they are stored. What a warp does for a tile besides copies takes
-  /// longer than the copies, so for each token it then does less.
-  static constexpr bool kTakesWholeTiles = Shared::kParts == 2 && !is_wide(Traits::Shape::kDims);
   const TmaParams& params;
   const Share& share;
   int32_t token = 0;  // first token of the lane's box
@@ -106,11 +99,10 @@ struct BoxCopier {
   }
 
   /// Starts to look up the boxes of the tile from `tile_token` on.
-  __device__ __forceinline__ void look_up(const LoadedRowTile& tile, int32_t tile_token, bool is_whole = false) {
+  __device__ __forceinline__ void look_up(const LoadedRowTile& tile, int32_t tile_token) {
     const int32_t box_token = ptx::lane_id() * params.box_tokens;
-    token = tile_token + (is_whole ? 0 : share.first_token) + box_token;
-    wanted = box_token < Share::tokens(is_whole) && token < tile.readable.end &&
-             token > tile.readable.begin - params.box_tokens;
+    token = tile_token + share.first_token + box_token;
+    wanted = box_token < Share::kTokens && token < tile.readable.end && token > tile.readable.begin - params.box_tokens;
     if (wanted) entry = tile.entry(params.attention, token);
   }
 
@@ -135,48 +127,37 @@ struct BoxCopier {
     return box;
   }
 
-  /// Blocks [kFirst, kEnd) of columns, to the tile of part number `part`, which is the first of a whole tile. `stored`:
-  /// the barrier that waits for them, if they are spread; 0: they are not, and the part's waits.
+  /// Blocks [kFirst, kEnd) of columns, to the tile of part number `part`. `stored`: the barrier that waits for them, if
+  /// they are spread; 0: they are not, and the part's waits.
   template <int kFirst, int kEnd>
   __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part,
-                                       ptx::CachePolicy policy, uint32_t stored = 0, bool is_whole = false) const {
+                                       ptx::CachePolicy policy, uint32_t stored = 0) const {
     const bool scales_are_apart = kHasTokenScales && !params.scales_lie_together();
+    const uint32_t full = stored != 0 ? stored : shared.kv_full(part);
+    const uint32_t boxes = __popc(__ballot_sync(0xffffffffu, box.wanted));
     const uint32_t box_bytes =
         params.box_tokens * (share.row_bytes(kFirst, kEnd) + (kHasTokenScales && !scales_are_apart ? 4 : 0));
-    const uint32_t full = stored != 0 ? stored : shared.kv_full(part);
-    const int lane = ptx::lane_id();
-    uint32_t boxes = __ballot_sync(0xffffffffu, box.wanted);  // of part number `lane`
-    if (is_whole) {
-      const int of_part = Share::kTokens >> (__ffs(params.box_tokens) - 1);
-      boxes = lane == 0 ? boxes & ((1u << of_part) - 1) : boxes >> of_part;
-    }
-    if (lane < (is_whole ? 2 : 1)) {
-      const uint32_t barrier = full + lane * kBarrierBytes;
+    if (ptx::lane_id() == 0) {
       if (scales_are_apart)
-        ptx::mbarrier_expect(barrier, __popc(boxes) * box_bytes);
+        ptx::mbarrier_expect(full, boxes * box_bytes);
       else
-        ptx::mbarrier_arrive_expect(barrier, __popc(boxes) * box_bytes);
+        ptx::mbarrier_arrive_expect(full, boxes * box_bytes);
     }
     __syncwarp();
-    if (box.wanted) copy_box<kFirst, kEnd>(shared, box, head, part, policy, full, stored != 0, is_whole);
+    if (box.wanted) copy_box<kFirst, kEnd>(shared, box, head, part, policy, full, stored != 0);
     if constexpr (kHasTokenScales) {
       if (!scales_are_apart) return;
-      copy_token_scales(shared, box, head, part, Share::tokens(is_whole));
+      copy_token_scales(shared, box, head, part);
       ptx::mbarrier_arrive_after_cp_async(full);
-      if (is_whole) ptx::mbarrier_arrive_after_cp_async(full + kBarrierBytes);
     }
   }
 
  private:
-  static constexpr int kBarrierBytes = 8;  // between those of a tile's parts
-
   template <int kFirst, int kEnd>
   __device__ __forceinline__ void copy_box(const Shared& shared, const Box& box, int32_t head, int part,
-                                           ptx::CachePolicy policy, uint32_t full, bool spreads, bool is_whole) const {
+                                           ptx::CachePolicy policy, uint32_t full, bool spreads) const {
     const int32_t box_token = ptx::lane_id() * params.box_tokens;
-    if (is_whole && box_token >= Share::kTokens) full += kBarrierBytes;
-    const uint32_t target =
-        ptx::shared_address(shared.kv(part)) + ((is_whole ? 0 : share.first_token) + box_token) * Tile::kRowBytes;
+    const uint32_t target = ptx::shared_address(shared.kv(part)) + (share.first_token + box_token) * Tile::kRowBytes;
     const TensorMap& map = share.is_v ? params.v : params.k;
 #pragma unroll
     for (int block = kFirst; block < kEnd; ++block) {
@@ -192,13 +173,14 @@ struct BoxCopier {
     }
   }
 
-  /// Lane i copies the scales of `tokens` tokens, from token i on every 32nd.
-  __device__ __forceinline__ void copy_token_scales(const Shared& shared, const Box& box, int32_t head, int part,
-                                                    int tokens) const {
+  /// Lane i copies the scales of tokens i and i + 32.
+  __device__ __forceinline__ void copy_token_scales(const Shared& shared, const Box& box, int32_t head,
+                                                    int part) const {
     const AttentionParams& attention = params.attention;
     const bool is_flat = attention.page_size.divisor == 1;  // boxes then go through pages of one token
-#pragma unroll 1
-    for (int number = ptx::lane_id(); number < tokens; number += 32) {
+#pragma unroll
+    for (int i = 0; i < Share::kLaneTokens; ++i) {
+      const int number = ptx::lane_id() + 32 * i;
       const int lane = number >> (__ffs(params.box_tokens) - 1);  // it is a power of two
       const int32_t row = __shfl_sync(0xffffffffu, box.row, lane) + (number & (params.box_tokens - 1));
       const int32_t page = __shfl_sync(0xffffffffu, box.page, lane);
@@ -213,7 +195,6 @@ struct BoxCopier {
 template <class Traits>
 struct RowCopier {
   static constexpr bool kGathers = true;
-  static constexpr bool kTakesWholeTiles = false;
   using Shared = SharedMemory<Traits>;
   using Tile = KTile<Traits>;  // V tiles have K's layout, but may have another number of blocks
   static constexpr int kLaneTokens = KvShare<Traits>::kLaneTokens;

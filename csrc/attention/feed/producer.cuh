@@ -1,8 +1,8 @@
 // The producer warpgroup loads Q, K and V of a CTA's work items into shared memory, as far ahead of the consumers as
 // there is room. Only the producer reads the schedule. It describes work items to the consumers (work_item.cuh).
 //
-// Each of its four warps loads half of the tokens of every KV tile, of K or of V, or every other one (kv_copiers.cuh),
-// and may dequantize them (dequantizer.cuh). With wide heads over an 8-bit cache all four dequantize tokens on the way
+// Each of its four warps loads half of the tokens of every KV tile, of K or of V (kv_copiers.cuh), and may dequantize
+// them (dequantizer.cuh). With wide heads over an 8-bit cache all four dequantize tokens on the way
 // (dequantizing_copier.cuh). The warps that load V also load Q (query_loader.cuh).
 #pragma once
 
@@ -110,23 +110,8 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
                Traits::kTuning.kv_tile)
         .token;
   };
-  const auto is_for_mma = [&] { return !kIsWide && tile.kind == 0; };
-  // Whether the warp takes whole tiles: those whose number is even, or odd.
-  const auto takes_whole_tiles = [&] {
-    return Copier::kTakesWholeTiles && (!Traits::kDequantizesInFeed || (!Traits::kFeedsAll && is_for_mma()));
-  };
-  int tile_number = share.first_token == 0 ? 0 : 1;  // of the item's first KV tile, even if it is the warp's
-  const auto look_up = [&](int ahead = 0) {
-    if constexpr (Copier::kTakesWholeTiles)
-      copier.look_up(tile, first_token(ahead), takes_whole_tiles());
-    else
-      copier.look_up(tile, first_token(ahead));
-  };
-  const auto look_up_item = [&] {
-    const int first = takes_whole_tiles() ? tile_number % 2 : 0;
-    if (first == 0 || cursor.now.kv_tile + first < cursor.last_kv_tile(tile.num_kv_tiles)) look_up(first);
-  };
-  look_up_item();
+  const auto look_up = [&](int ahead = 0) { copier.look_up(tile, first_token(ahead)); };
+  look_up();
   ptx::wait_for_previous_grid();  // so far only the schedule and page tables have been read
   int32_t tiles_after_mma = 0;    // KV tiles after an item for mma.sync to which the limit `limited` still applies
   while (!cursor.done()) {
@@ -137,7 +122,7 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
       produce_item<Traits>(tma_params, shared, item, q_place);
     }
     const int32_t head = cursor.now.head;
-    const bool for_mma = is_for_mma();
+    const bool for_mma = !kIsWide && tile.kind == 0;
     // Tokens of small row tiles are read once: they must not evict those that several of the largest share. The
     // shuffle tells the compiler that the policy is uniform.
     const ptx::CachePolicy policy =
@@ -162,25 +147,6 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
           if (Shared::kParts == 1) tiles_after_mma = for_mma ? Shared::kKvParts / 2 + 1 : tiles_after_mma - count;
           is_filled = true;
         }
-      }
-      if constexpr (Copier::kTakesWholeTiles) {
-        const int count = end - cursor.now.kv_tile;
-        if (takes_whole_tiles()) {
-          int i = tile_number % 2;
-          if (i == 1) place = place.ahead(2 * Shared::kParts);
-          for (; i < count; i += 2) {
-            const auto found = copier.found(tile);
-            const int half = share.first_token == 0 ? 0 : 1;  // where `place` is
-            const int first_part = place.index - half;
-            // The lanes wait for both parts.
-            wait_for_part<Traits>(shared, {first_part + ptx::lane_id() % 2, place.parity}, for_mma);
-            copier.template copy<0, KvShare<Traits>::kMaxBlocks>(shared, found, head, first_part, policy, 0, true);
-            place = place.ahead((i + 1 < count ? 4 : 2) * Shared::kParts);
-            if (i + 2 < count) look_up(i + 2);
-          }
-          is_filled = true;
-        }
-        tile_number += count;
       }
       if (is_filled) cursor.now.kv_tile = end;
       while (!is_filled) {
@@ -215,7 +181,7 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
     if (cursor.done()) break;
     if (kReloads || cursor.now.head == 0 || (flags & kUsesQueue)) tile = load_tile();
     item_begin = cursor.now.kv_tile;
-    look_up_item();
+    look_up();
   }
   if (share.is_v) produce_item<Traits>(tma_params, shared, WorkItem{}, q_place);
   if constexpr (Traits::kMayBeCluster) copier.wait_for_other(shared, place);
