@@ -18,7 +18,7 @@ from integration.client import ClientError
 from integration.device import find_device
 from integration.engines import ENGINES, Launch, Sampling
 from integration.engines.base import OURS
-from integration.model import REPOSITORY, resolve_model
+from integration.model import CONVERTED, REPOSITORY, resolve_model
 from integration.packages import DownloadError
 from integration.server import ServerError, free_port, stop_on_signals
 from integration.sharegpt import dataset_file, prompt_token_ids
@@ -38,8 +38,8 @@ def new_parser(description: str | None, results: str) -> argparse.ArgumentParser
     parser.add_argument(
         "--model",
         default="smollm2",
-        help="smollm2 (the default), smollm2-4-kv-heads, a folder, or a name in integration/models; without "
-        "weights in the folder they are random",
+        help=f"{', '.join(CONVERTED)}, a folder, or a name in integration/models; without weights in the "
+        "folder they are random; default: %(default)s",
     )
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], default=find_device(), help="default: cuda when there is one"

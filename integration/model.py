@@ -1,5 +1,5 @@
-"""The model that a server loads: a folder, `smollm2`, `smollm2-4-kv-heads`, or a folder with only a config
-(random weights).
+"""The model that a server loads: a folder, a name in CONVERTED such as `smollm2`, or a folder with only a
+config (random weights).
 """
 
 from __future__ import annotations
@@ -15,11 +15,32 @@ from typing import Any
 
 from integration.cache import cache_folder, cached_folder
 from integration.environment import REPOSITORY
-from integration.smollm2 import KV_HEADS, WITH_MORE_HEADS, cache_name
+from integration.gguf_models import MODELS
+from integration.smollm2 import WITH_MORE_HEADS, cache_name
 from integration.tokenizer import write_word_tokenizer
 
-SMOLLM2_KV_HEADS = {"smollm2": KV_HEADS, f"smollm2-{WITH_MORE_HEADS}-kv-heads": WITH_MORE_HEADS}
 TOKENIZER_SOURCE = REPOSITORY / "integration" / "tokenizer.py"
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A model that the engine's interpreter downloads and converts: `python -m COMMAND`."""
+
+    title: str
+    cache_name: str
+    command: tuple[str, ...]
+
+
+CONVERTED = {
+    name: Converted(model.title, model.cache_name, ("integration.gguf_models", name))
+    for name, model in MODELS.items()
+} | {
+    f"smollm2-{WITH_MORE_HEADS}-kv-heads": Converted(
+        f"{MODELS['smollm2'].title}, {WITH_MORE_HEADS} KV heads",
+        cache_name(WITH_MORE_HEADS),
+        ("integration.smollm2", "--kv-heads", str(WITH_MORE_HEADS)),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -35,23 +56,20 @@ class Model:
 
 
 def resolve_model(model: str, python: str) -> Model:
-    """Find or make the model `model`: `smollm2`, `smollm2-4-kv-heads`, a folder, or the name of a folder in
+    """Find or make the model `model`: a name in CONVERTED, a folder, or the name of a folder in
     integration/models.
 
-    `python` is the engine's interpreter; it converts SmolLM2. Raises ValueError if the model does not exist.
+    `python` is the engine's interpreter; it converts models. Raises ValueError if the model does not exist.
     """
-    if kv_heads := SMOLLM2_KV_HEADS.get(model.lower()):
-        name = (
-            "SmolLM2-135M-Instruct" if kv_heads == KV_HEADS else f"SmolLM2-135M-Instruct, {kv_heads} KV heads"
-        )
-        return Model(name, _make_smollm2(python, kv_heads), random_weights=False)
+    if converted := CONVERTED.get(model.lower()):
+        return Model(converted.title, _converted_folder(python, converted), random_weights=False)
     folder = Path(model).expanduser()
     if not (folder / "config.json").is_file():
         folder = REPOSITORY / "integration" / "models" / model
     if not (folder / "config.json").is_file():
         raise ValueError(
-            f"model: {model!r} is neither {' nor '.join(SMOLLM2_KV_HEADS)}, nor a folder with a config.json, "
-            f"nor one of integration/models"
+            f"model: {model!r}, must be one of {', '.join(CONVERTED)}, a folder with a config.json, or "
+            f"one of integration/models"
         )
     folder = folder.resolve()
     if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
@@ -63,8 +81,8 @@ def resolve_model(model: str, python: str) -> Model:
     )
 
 
-def _make_smollm2(python: str, kv_heads: int) -> Path:
-    folder = cache_folder() / cache_name(kv_heads)
+def _converted_folder(python: str, model: Converted) -> Path:
+    folder = cache_folder() / model.cache_name
     if not folder.is_dir():
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
@@ -72,14 +90,14 @@ def _make_smollm2(python: str, kv_heads: int) -> Path:
         }
         if (
             subprocess.run(
-                [python, "-m", "integration.smollm2", "--kv-heads", str(kv_heads)],
+                [python, "-m", *model.command],
                 check=False,
                 cwd=REPOSITORY,
                 env=environment,
             ).returncode
             != 0
         ):
-            raise RuntimeError("SmolLM2 could not be prepared (see above)")
+            raise RuntimeError(f"{model.title} could not be prepared (see above)")
     return folder
 
 

