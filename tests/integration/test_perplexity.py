@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from integration import perplexity as tool
-from integration.engines import ENGINES
+from integration.engines import ENGINES, Token
 from integration.engines import sglang as sglang_engine
 from integration.engines import vllm as vllm_engine
 from integration.model import Model
-from integration.perplexity import cut_texts, parse_arguments, perplexity, run
+from integration.perplexity import agreement, cut_texts, parse_arguments, perplexity, run
 from integration.sharegpt import conversation_texts
 from integration.tokenizer import write_word_tokenizer
 
@@ -35,6 +35,13 @@ def test_texts_are_cut_to_the_number_of_tokens():
 def test_perplexity():
     assert perplexity([[math.log(0.5)] * 3, [math.log(0.5)]]) == pytest.approx(2.0)
     assert perplexity([[0.0, math.log(1 / 16)]]) == pytest.approx(4.0)
+
+
+def test_agreement():
+    reference = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert agreement(reference, reference) == (1.0, 1.0)
+    assert agreement(reference, [[1, 2, 9, 4], [5, 6, 7, 8]]) == (0.75, 0.5)
+    assert agreement(reference, [[9, 2, 3, 4], [5, 6, 7, 9]]) == (0.375, 0.0)
 
 
 def test_conversations_are_joined(tmp_path):
@@ -70,7 +77,7 @@ def test_what_sglang_answers(monkeypatch):
 
 @dataclass
 class FakeEngine:
-    """The server's cache dtype determines the probability of each token."""
+    """The server's cache dtype determines the probability of each token, and the last token of an answer."""
 
     name: str = "fake"
     kv_cache_dtypes: list[str] = field(default_factory=list)  # one for each started server
@@ -80,6 +87,10 @@ class FakeEngine:
         probability = {"auto": 0.5, "good": 0.49, "bad": 0.4}[self.kv_cache_dtypes[-1]]
         return [math.log(probability)] * (len(prompt) - 1 - self.forgets)
 
+    def generate(self, url, prompt, max_tokens, alternatives):
+        last = 0 if self.kv_cache_dtypes[-1] == "auto" else 1
+        return [Token(token_id, 0.0, {}) for token_id in [0] * (max_tokens - 1) + [last]]
+
 
 @pytest.fixture
 def evaluate(monkeypatch, tmp_path):
@@ -88,7 +99,7 @@ def evaluate(monkeypatch, tmp_path):
         '[{"conversations": [{"value": "one two three four five"}, {"value": "six seven eight"}]}]'
     )
 
-    def evaluate(engine, *dtypes):
+    def evaluate(engine, *dtypes, arguments=()):
         monkeypatch.setitem(ENGINES, "vllm", engine)
         monkeypatch.setattr(tool, "resolve_model", lambda name, python: Model("none", tmp_path, True))
         monkeypatch.setattr(
@@ -98,28 +109,53 @@ def evaluate(monkeypatch, tmp_path):
                 engine.kv_cache_dtypes.append(launch.kv_cache_dtype) or nullcontext("url")
             ),
         )
-        arguments = [
+        standard = [
             "--engine",
             "vllm",
             "--dataset",
             str(tmp_path / "chats.json"),
             "--num-tokens",
             "4",
+            "--num-prompts",
+            "1",
+            "--max-tokens",
+            "4",
             "--results",
             str(tmp_path),
         ]
-        return run(parse_arguments([*arguments, "--kv-cache-dtypes", *dtypes]))
+        return run(parse_arguments([*standard, *arguments, "--kv-cache-dtypes", *dtypes]))
 
     return evaluate
 
 
-def test_perplexities_are_compared_with_the_first(evaluate, tmp_path, capsys):
+def test_formats_are_compared_with_the_first(evaluate, tmp_path, capsys):
     engine = FakeEngine()
-    assert evaluate(engine, "auto", "good")
-    assert engine.kv_cache_dtypes == ["auto", "good"]
-    assert "| good | 2.041 | +2.04% |" in capsys.readouterr().out
-    assert '"auto": 2.0' in (tmp_path / "perplexity.json").read_text()
+    assert evaluate(engine, "auto", "auto", "good")
+    assert engine.kv_cache_dtypes == ["auto", "auto", "good"]
+    said = capsys.readouterr().out
+    assert said.count("| attn_backend | auto | 2.000 | +0.00% | 100.0% | 100.0% |") == 2
+    assert "| attn_backend | good | 2.041 | +2.04% | 75.0% | 0.0% |" in said
+    formats = json.loads((tmp_path / "perplexity.json").read_text())["formats"]
+    assert [(one["kv_cache_dtype"], one["perplexity"]) for one in formats[:2]] == [("auto", 2.0)] * 2
     assert not evaluate(engine, "auto", "bad")
+
+
+def test_answers_are_optional(evaluate, capsys):
+    assert evaluate(FakeEngine(), "auto", arguments=["--num-prompts", "0"])
+    assert "| attn_backend | auto | 2.000 | +0.00% |\n" in capsys.readouterr().out
+
+
+def test_earlier_runs_are_joined(evaluate, tmp_path, capsys):
+    evaluate(FakeEngine(), "auto", arguments=["--backend", "stock"])
+    earlier = (tmp_path / "perplexity.json").rename(tmp_path / "earlier.json")
+    assert not evaluate(FakeEngine(), "bad", arguments=["--against", str(earlier)])
+    said = capsys.readouterr().out
+    assert (
+        "| stock | auto | 2.000 | +0.00% | 100.0% | 100.0% |\n"
+        "| attn_backend | bad | 2.500 | +25.00% | 75.0% | 0.0% |" in said
+    )
+    with pytest.raises(ValueError, match=r"earlier.json has max_tokens 4, must be 5"):
+        evaluate(FakeEngine(), "good", arguments=["--against", str(earlier), "--max-tokens", "5"])
 
 
 def test_a_server_that_leaves_tokens_out_is_an_error(evaluate):
@@ -181,6 +217,8 @@ def test_a_checkpoint_that_declares_an_8_bit_cache_brings_its_scales(
                 *arguments,
                 "--num-tokens",
                 "300",
+                "--num-prompts",
+                "0",
                 "--kv-cache-dtypes",
                 "bfloat16",
                 "auto",
@@ -189,6 +227,7 @@ def test_a_checkpoint_that_declares_an_8_bit_cache_brings_its_scales(
             ]
         )
     )
-    found = json.loads((tmp_path / "perplexity.json").read_text())["perplexity"]
+    formats = json.loads((tmp_path / "perplexity.json").read_text())["formats"]
+    found = {one["kv_cache_dtype"]: one["perplexity"] for one in formats}
     assert found["bfloat16"] < 20
     assert found["auto"] > 10 * found["bfloat16"]
