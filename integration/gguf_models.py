@@ -36,13 +36,20 @@ def fix_smollm2_tokenizer(tokenizer: Any) -> None:
 
 
 def fix_gemma3_tokenizer(tokenizer: Any) -> None:
+    from tokenizers.models import BPE
     from tokenizers.processors import TemplateProcessing
 
+    backend = tokenizer.backend_tokenizer
+    if not isinstance(backend.model, BPE):  # transformers 5.17 makes a Unigram, without the added tokens
+        raise RuntimeError(
+            f"Gemma 3 270M: transformers makes a {type(backend.model).__name__} tokenizer, must be BPE. "
+            f"Convert with transformers 5.19 or newer"
+        )
     # transformers 5.19 ignores tokenizer.ggml.add_bos_token. Without <bos> Gemma repeats one word, and its
     # perplexity doubles. Nothing else needs a fix: transformers handles the norm weights (GGUF adds 1 to
     # them), both RoPE bases, the pattern of sliding windows and added tokens
     bos = tokenizer.bos_token
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+    backend.post_processor = TemplateProcessing(
         single=f"{bos} $A",
         pair=f"{bos} $A {bos}:1 $B:1",
         special_tokens=[(bos, tokenizer.bos_token_id)],

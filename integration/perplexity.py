@@ -7,9 +7,10 @@ the engine's server with one cache dtype after the other.
     python -m integration.perplexity --engine sglang --against results/stock/perplexity.json
 
 Perplexity: the logits of the preceding tokens score every token of a text except the first; the attention
-kernel reads their K and V from the cache. Agreement: the share of greedy tokens before an answer first
-differs from the reference's, and the share of equal answers. Answers do not end at the end-of-text token. In
-16 bits even equal formats differ at near-ties: name the reference's dtype twice to see how often.
+kernel reads their K and V from the cache. The table has the increase with its standard error. Agreement: the
+share of greedy tokens before an answer first differs from the reference's, and the share of equal answers.
+Answers do not end at the end-of-text token. In 16 bits even equal formats differ at near-ties: name the
+reference's dtype twice to see how often.
 
 Every server gets the same tokens. The reference is the first of --kv-cache-dtypes. --against adds the results
 of earlier runs with the same texts and prompts, and their first result is the reference. Exit status: 0 if no
@@ -26,6 +27,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean, stdev
 
 from integration.command_line import exit_with, new_parser, results_folder
 from integration.compare_tokens import generate_all
@@ -43,11 +45,12 @@ SAME_REQUESTS = ("model", "dataset", "num_tokens", "longest", "num_prompts", "ma
 
 @dataclass(frozen=True)
 class Format:
-    """Results of one server. answers: token ids for each prompt."""
+    """Results of one server. logprobs: for each text; answers: token ids for each prompt."""
 
     backend: str
     kv_cache_dtype: str
     perplexity: float
+    logprobs: list[list[float]]
     answers: list[list[int]]
 
 
@@ -73,6 +76,14 @@ def perplexity(logprobs: list[list[float]]) -> float:
     """exp of the mean negative log-probability (natural) of all tokens."""
     count = sum(len(of_text) for of_text in logprobs)
     return math.exp(-sum(sum(of_text) for of_text in logprobs) / count)
+
+
+def increase(reference: list[list[float]], logprobs: list[list[float]]) -> tuple[float, float]:
+    """The relative increase of perplexity, and its standard error if tokens are independent."""
+    differences = [
+        a - b for pair in zip(reference, logprobs, strict=True) for a, b in zip(*pair, strict=True)
+    ]
+    return math.expm1(fmean(differences)), stdev(differences) / math.sqrt(len(differences))
 
 
 def agreement(reference: list[list[int]], answers: list[list[int]]) -> tuple[float, float]:
@@ -118,8 +129,10 @@ def table(formats: list[Format]) -> str:
     lines = ["| backend | KV cache | perplexity | increase |", "|---|---|---:|---:|"]
     reference = formats[0]
     for one in formats:
-        increase = one.perplexity / reference.perplexity - 1
-        lines.append(f"| {one.backend} | {one.kv_cache_dtype} | {one.perplexity:.3f} | {increase:+.2%} |")
+        more, error = increase(reference.logprobs, one.logprobs)
+        lines.append(
+            f"| {one.backend} | {one.kv_cache_dtype} | {one.perplexity:.3f} | {more:+.2%} ± {error:.2%} |"
+        )
     if reference.answers:
         lines[0] += " tokens before a difference | equal answers |"
         lines[1] += "---:|---:|"
@@ -198,11 +211,11 @@ def run(given: argparse.Namespace) -> bool:
         log = results / f"server-{number}-{kv_dtype}.log"
         with running_server(engine, with_dtype, log, given.start_timeout_s) as url:
             begin = time.monotonic()
-            value = perplexity(score(engine, url, texts))
+            logprobs = score(engine, url, texts)
             answers = generate_all(engine, url, prompts, given.max_tokens, CONCURRENCY)
             print(f"{kv_dtype}: {time.monotonic() - begin:.0f} s for all requests", flush=True)
         tokens = [[token.token_id for token in answer] for answer in answers]
-        formats.append(Format(given.backend, kv_dtype, value, tokens))
+        formats.append(Format(given.backend, kv_dtype, perplexity(logprobs), logprobs, tokens))
     print(
         f"\n{engine.name}, {model.name}, {given.dtype}: {given.num_tokens} tokens of {len(texts)} "
         f"conversations, {len(prompts)} answers of {given.max_tokens} tokens\n\n{table(formats)}"

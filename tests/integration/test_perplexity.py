@@ -17,7 +17,7 @@ from integration.engines import ENGINES, Token
 from integration.engines import sglang as sglang_engine
 from integration.engines import vllm as vllm_engine
 from integration.model import Model
-from integration.perplexity import agreement, cut_texts, parse_arguments, perplexity, run
+from integration.perplexity import agreement, cut_texts, increase, parse_arguments, perplexity, run
 from integration.sharegpt import conversation_texts
 from integration.tokenizer import write_word_tokenizer
 
@@ -35,6 +35,12 @@ def test_texts_are_cut_to_the_number_of_tokens():
 def test_perplexity():
     assert perplexity([[math.log(0.5)] * 3, [math.log(0.5)]]) == pytest.approx(2.0)
     assert perplexity([[0.0, math.log(1 / 16)]]) == pytest.approx(4.0)
+
+
+def test_increase():
+    more, error = increase([[-1.0, -2.0], [-3.0]], [[-1.0, -2.1], [-3.2]])
+    assert more == pytest.approx(math.expm1(0.1))
+    assert error == pytest.approx(0.1 / math.sqrt(3))
 
 
 def test_agreement():
@@ -133,8 +139,8 @@ def test_formats_are_compared_with_the_first(evaluate, tmp_path, capsys):
     assert evaluate(engine, "auto", "auto", "good")
     assert engine.kv_cache_dtypes == ["auto", "auto", "good"]
     said = capsys.readouterr().out
-    assert said.count("| attn_backend | auto | 2.000 | +0.00% | 100.0% | 100.0% |") == 2
-    assert "| attn_backend | good | 2.041 | +2.04% | 75.0% | 0.0% |" in said
+    assert said.count("| attn_backend | auto | 2.000 | +0.00% ± 0.00% | 100.0% | 100.0% |") == 2
+    assert "| attn_backend | good | 2.041 | +2.04% ± 0.00% | 75.0% | 0.0% |" in said
     formats = json.loads((tmp_path / "perplexity.json").read_text())["formats"]
     assert [(one["kv_cache_dtype"], one["perplexity"]) for one in formats[:2]] == [("auto", 2.0)] * 2
     assert not evaluate(engine, "auto", "bad")
@@ -142,7 +148,7 @@ def test_formats_are_compared_with_the_first(evaluate, tmp_path, capsys):
 
 def test_answers_are_optional(evaluate, capsys):
     assert evaluate(FakeEngine(), "auto", arguments=["--num-prompts", "0"])
-    assert "| attn_backend | auto | 2.000 | +0.00% |\n" in capsys.readouterr().out
+    assert "| attn_backend | auto | 2.000 | +0.00% ± 0.00% |\n" in capsys.readouterr().out
 
 
 def test_earlier_runs_are_joined(evaluate, tmp_path, capsys):
@@ -151,8 +157,8 @@ def test_earlier_runs_are_joined(evaluate, tmp_path, capsys):
     assert not evaluate(FakeEngine(), "bad", arguments=["--against", str(earlier)])
     said = capsys.readouterr().out
     assert (
-        "| stock | auto | 2.000 | +0.00% | 100.0% | 100.0% |\n"
-        "| attn_backend | bad | 2.500 | +25.00% | 75.0% | 0.0% |" in said
+        "| stock | auto | 2.000 | +0.00% ± 0.00% | 100.0% | 100.0% |\n"
+        "| attn_backend | bad | 2.500 | +25.00% ± 0.00% | 75.0% | 0.0% |" in said
     )
     with pytest.raises(ValueError, match=r"earlier.json has max_tokens 4, must be 5"):
         evaluate(FakeEngine(), "good", arguments=["--against", str(earlier), "--max-tokens", "5"])
