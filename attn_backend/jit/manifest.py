@@ -112,6 +112,8 @@ class HeadDims(NamedTuple):
             return False
         if kv_element == "latent":
             return self == MLA_HEAD_DIMS
+        if kv_element == "int4_tokens" and any(dim % 32 for dim in self):
+            return False
         return self.runs_on_cuda and not (self.is_wide and kv_element in TOKEN_ELEMENTS)
 
     @property
@@ -149,11 +151,12 @@ STATE_ELEMENTS = {"f32": "Float32State"} | CUDA_ELEMENTS
 ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # keys are torch's names
 # Elements of caches with scales, narrower than Q's (or the same under float8_q). latent: MLA, scales per row.
 # _tokens: scales per token and head.
-TOKEN_ELEMENTS = {"e4m3_tokens": "Float8E4M3", "int8_tokens": "Int8"}
+TOKEN_ELEMENTS = {"e4m3_tokens": "Float8E4M3", "int8_tokens": "Int8", "int4_tokens": "Int4"}
 DEQUANTIZED_ELEMENTS = {"e4m3": "Float8E4M3", "e5m2": "Float8E5M2"} | TOKEN_ELEMENTS
 CUDA_KV_ELEMENTS = DEQUANTIZED_ELEMENTS | {"latent": "ScaledLatent"}
 KV_ELEMENT_NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "uint8": "latent"}  # by torch's names
-TOKEN_ELEMENT_NAMES = {"float8_e4m3fn": "e4m3_tokens", "int8": "int8_tokens"}  # with a scale for each token
+# With a scale for each token. int4 is no dtype of torch.
+TOKEN_ELEMENT_NAMES = {"float8_e4m3fn": "e4m3_tokens", "int8": "int8_tokens", "int4": "int4_tokens"}
 CACHE_ELEMENT_NAMES = KV_ELEMENT_NAMES | ELEMENT_NAMES
 STANDARD_VARIANTS = {"standard": "StandardVariant", "sinks": "WithSinks<attn::StandardVariant>"}
 FLOAT8_OUT = "float8_out_"  # prefix, in csrc/, of kernels with 8-bit output
@@ -307,11 +310,12 @@ def merge_name(element: str, variant: str = "") -> str:
 
 def append_qkv_name(element: str, kv_element: str | None = None, rotation: bool = False) -> str:
     """element: of heads. kv_element: of a cache of another type, from kv_element_of(); one kernel writes all
-    8-bit caches, and another one those with a scale for each token and head. rotation: rotates K and V.
+    8-bit caches, and another one those with a scale for each token and head. int4 has its own. rotation:
+    rotates K and V.
     """
     of_cache = "float8" if kv_element in CUDA_KV_ELEMENTS else kv_element
     if kv_element in TOKEN_ELEMENTS:
-        of_cache = "tokens"
+        of_cache = "int4" if kv_element == "int4_tokens" else "tokens"
     return f"append_qkv_{element}{f'_{of_cache}' if of_cache else ''}{ROTATED if rotation else ''}"
 
 
@@ -706,7 +710,7 @@ def float8_options(kv_element: str | None, float8_q: bool, float8_out: bool, rot
         if kv_element is None
         else f" --kv-dtype {kv_dtype_of(kv_element)}{' --float8-q' if float8_q else ''}"
     )
-    of_cache += " --token-scales" if kv_element in TOKEN_ELEMENTS else ""
+    of_cache += " --token-scales" if kv_element in TOKEN_ELEMENTS and kv_element != "int4_tokens" else ""
     return f"{of_cache}{' --float8-out' if float8_out else ''}{' --rotation' if rotation else ''}"
 
 
@@ -797,7 +801,15 @@ def append_qkv_kernel(element: str, kv_element: str | None = None, rotation: boo
         element=CUDA_ELEMENTS[element],
         cache_element=CUDA_ELEMENTS.get(kv_element or "", CUDA_ELEMENTS[element]),
         rotates=str(rotation).lower(),
-        rounding="kByTokenScales" if has_token_scales else "kByScales" if has_scales else "k16Bits",
+        rounding=(
+            "kTo4Bits"
+            if kv_element == "int4_tokens"
+            else "kByTokenScales"
+            if has_token_scales
+            else "kByScales"
+            if has_scales
+            else "k16Bits"
+        ),
     )
     text += '#include "cache/append_rounded.cu"\n' if has_scales and not rotation else ""
     return Kernel(append_qkv_name(element, kv_element, rotation), ARCHS, text)
@@ -811,7 +823,7 @@ _ALL = (
     *(
         append_qkv_kernel(element, kv_element)
         for element in CUDA_ELEMENTS
-        for kv_element in (None, "e4m3", "int8_tokens")
+        for kv_element in (None, "e4m3", "int8_tokens", "int4_tokens")
     ),
     *(
         Kernel(dequantize_name(element, stored), (SM90,), dequantize_source(element, stored))

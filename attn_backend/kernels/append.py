@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 
 from ..jit.manifest import append_qkv_name
 from ..metadata import KVCache
-from ..metadata.kv_cache import SCALED_DTYPES, SCALED_LATENT_DTYPE, TOKEN_SCALED_DTYPES
+from ..metadata.kv_cache import SCALED_DTYPES, SCALED_LATENT_DTYPE, TOKEN_SCALED_DTYPES, CacheDtype
 from ..validation import (
     MAX_INT64,
     check_handle,
@@ -70,7 +70,7 @@ class Rotary:
 def qkv_kernel_file(
     device: torch.device,
     dtype: torch.dtype,
-    kv_dtype: torch.dtype,
+    kv_dtype: CacheDtype,
     token_scales: bool = False,
     rotation: bool = False,
 ) -> str:
@@ -176,7 +176,7 @@ def append_qkv(
             k_cache=k_cache,
             v_cache=kv.v,
             slots=slots,
-            file=qkv_kernel_file(q.device, q.dtype, k_cache.dtype, kv.has_token_scales, rotation),
+            file=qkv_kernel_file(q.device, q.dtype, kv.stored_dtype, kv.has_token_scales, rotation),
             norm_eps=norm_eps,
             norm_offset=norm_offset,
             is_interleaved=is_interleaved,
@@ -311,7 +311,7 @@ def append_rounded(
             k_cache=kv.k,
             v_cache=None if v is None else kv.v,
             slots=slots,
-            file=qkv_kernel_file(k.device, k.dtype, kv.k.dtype, kv.has_token_scales),
+            file=qkv_kernel_file(k.device, k.dtype, kv.stored_dtype, kv.has_token_scales),
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
             is_interleaved=is_interleaved,
@@ -372,6 +372,9 @@ class _Launchers(dict[int, Callable[..., Any]]):
 _launchers = _Launchers()
 
 
+_TOKEN_SCALED_BYTES = (*TOKEN_SCALED_DTYPES, torch.uint8)  # as tensors have them
+
+
 @torch_ops.eager
 def append_kv(
     k: torch.Tensor, v: torch.Tensor, kv: KVCache, slots: torch.Tensor, *, rotation: bool = False
@@ -382,13 +385,15 @@ def append_kv(
     Capturable in a CUDA graph; never synchronizes. If the cache has another dtype, values are rounded to
     nearest even, and clamped to the largest finite number of float8 or float16. For a float8 cache they are
     first divided by its scales. If each token and head has a scale, append computes it: the largest magnitude
-    / 448, or / 127 for int8, at least 1e-6.
+    / 448, or / 127 for int8, at least 1e-6. For int4 it is (largest - smallest) / 15, and the zero point is
+    -smallest / scale, rounded and limited to 0 to 15.
 
     Args:
         k, v: [tokens, num_kv_heads, head_dim], tokens >= len(slots), head_dim contiguous.
         kv: the cache of one layer, on the same device. Its dtype is k's, or float8 with one scale for all
-            heads or one per head, or int8 or float8_e4m3fn with one for each token and head. A bfloat16 k may
-            also be written to a float16 cache and vice versa, if head_dim is a multiple of 8 up to 512.
+            heads or one per head, or int8, float8_e4m3fn or int4 with one for each token and head. A
+            bfloat16 k may also be written to a float16 cache and vice versa, if head_dim is a multiple of 8
+            up to 512.
         slots: int32 or int64 [tokens]; negative slots and slots beyond the cache are skipped.
         rotation: rotate rows before they are rounded, for `Attention(rotation=True)`: signs, then a Hadamard
             matrix. k is not float8, v is as wide as k, head_dim is a multiple of 8 up to 256.
@@ -410,7 +415,7 @@ def append_kv(
         ):
             explain_failure((("k", k), ("v", v), ("slots", slots)))
         k_cache = kv.k
-        has_token_scales = k_cache.dtype in TOKEN_SCALED_DTYPES and kv.has_token_scales
+        has_token_scales = k_cache.dtype in _TOKEN_SCALED_BYTES and kv.has_token_scales
         if has_token_scales and k.dtype is k_cache.dtype:
             refuse("k", k, "bfloat16, float16 or float32: append computes the scale of each token and head")
         rounds = k.dtype is not k_cache.dtype and (
@@ -419,7 +424,7 @@ def append_kv(
             or {k.dtype, k_cache.dtype} == DTYPE_NAMES.keys()
         )
         if rotation or rounds:
-            file = qkv_kernel_file(k_cache.device, k.dtype, k_cache.dtype, has_token_scales, rotation)
+            file = qkv_kernel_file(k_cache.device, k.dtype, kv.stored_dtype, has_token_scales, rotation)
             options = {"rotation": rotation} if rotation else {}
             by_name("append_kv_rounded", last="rotation" if rotation else "v_scale")(
                 k=k,

@@ -35,7 +35,16 @@ from ..jit.manifest import (
     HeadDims,
 )
 from ..metadata import BSRView, Composition
-from ..metadata.kv_cache import SCALED_DTYPES, TOKEN_SCALED_DTYPES, KVCache, Scale, checked_scale
+from ..metadata.kv_cache import (
+    INT4,
+    INT4_COLUMNS,
+    SCALED_DTYPES,
+    TOKEN_SCALED_DTYPES,
+    CacheDtype,
+    KVCache,
+    Scale,
+    checked_scale,
+)
 from ..metadata.views import MAX_LEVELS, check_page_ids, check_values, describe_batch
 from ..settings import Settings
 from ..validation import (
@@ -132,7 +141,7 @@ class AttentionConfig:
     head_dim_v: int
     dtype: torch.dtype
     q_dtype: torch.dtype
-    kv_dtype: torch.dtype
+    kv_dtype: CacheDtype
     device: torch.device
     max_rows: int
     max_batch: int
@@ -270,17 +279,19 @@ def check_heads(
 
 
 def check_kv_dtype(
-    kv_dtype: torch.dtype | None, dtype: torch.dtype, dims: HeadDims, token_scales: bool = False
-) -> torch.dtype:
+    kv_dtype: CacheDtype | None, dtype: torch.dtype, dims: HeadDims, token_scales: bool = False
+) -> CacheDtype:
     """The cache's dtype."""
     if kv_dtype not in TOKEN_SCALED_DTYPES if token_scales else kv_dtype == torch.int8:
-        must = " or ".join(map(str, TOKEN_SCALED_DTYPES)) if token_scales else "another one"
+        *others, last = (repr(known) if known == INT4 else str(known) for known in TOKEN_SCALED_DTYPES)
+        must = f"{', '.join(others)} or {last}" if token_scales else "another one"
         refuse("kv_dtype", kv_dtype, f"{must} with token_scales={token_scales}")
     if kv_dtype is None:
         return dtype
-    check_types(torch.dtype, "a torch.dtype or None", kv_dtype=kv_dtype)
     if token_scales:
         return kv_dtype
+    check_types(torch.dtype, f"a torch.dtype, {INT4!r} or None", kv_dtype=kv_dtype)
+    assert isinstance(kv_dtype, torch.dtype)
     if kv_dtype != dtype and kv_dtype not in KV_DTYPES and not {dtype, kv_dtype} <= DTYPE_NAMES.keys():
         others = [
             *map(str, KV_DTYPES),
@@ -295,7 +306,7 @@ def check_kv_dtype(
 def check_q_dtype(
     q_dtype: torch.dtype | None,
     dtype: torch.dtype,
-    kv_dtype: torch.dtype,
+    kv_dtype: CacheDtype,
     dims: HeadDims,
     design: manifest.Design | None,
 ) -> torch.dtype:
@@ -317,13 +328,20 @@ def check_q_dtype(
 
 
 def check_token_scales(
-    q_dtype: torch.dtype, dtype: torch.dtype, dims: HeadDims, design: manifest.Design | None
+    q_dtype: torch.dtype,
+    dtype: torch.dtype,
+    kv_dtype: CacheDtype,
+    dims: HeadDims,
+    design: manifest.Design | None,
 ) -> None:
     """Refuses what kernels do not support over caches with a scale for each token and head."""
     if q_dtype != dtype:
         refuse("q_dtype", q_dtype, f"None or dtype = {dtype} with token_scales=True")
     if design is not None and dims.is_wide:
         refuse("head_dim", dims.qk, TOKEN_SCALES_TEXT)
+    for name, columns in {"head_dim": dims.qk, "head_dim_v": dims.v}.items():
+        if kv_dtype == INT4 and columns % INT4_COLUMNS:
+            refuse(name, columns, f"a multiple of {INT4_COLUMNS} with kv_dtype={INT4!r}")
 
 
 def check_rotation(q_dtype: torch.dtype, dtype: torch.dtype, dims: HeadDims, variant: Variant | None) -> None:
@@ -573,7 +591,7 @@ class Attention:
         kv_dtype: of K and V: dtype (None), or float8_e4m3fn or float8_e5m2, which are dequantized to dtype.
             Or the other one of bfloat16 and float16, to which Q is rounded (float16: limited to 65504). Or
             torch.uint8: rows of DeepSeek V3.2's latents (`KVCache.from_latent`), for head dims 576 and 512
-            and bfloat16.
+            and bfloat16. Or "int4": a uint8 cache whose bytes have two columns each; implies token_scales.
         device: a CUDA device or "cpu".
         max_rows: most rows of Q that a plan covers.
         max_batch: most requests (row groups) of a level.
@@ -598,8 +616,9 @@ class Attention:
             row's sum of exponentials (gpt-oss).
         float8_out: whether runs may be given an out_scale, which makes their output float8_e4m3fn. On CUDA
             such runs need additional kernels, which are also loaded.
-        token_scales: the cache has a scale for each token and head (`KVCache`): kv_dtype is float8_e4m3fn or
-            int8, q_dtype is dtype, and on CUDA heads have up to 256 columns.
+        token_scales: the cache has a scale for each token and head (`KVCache`): kv_dtype is float8_e4m3fn,
+            int8 or "int4", q_dtype is dtype, and on CUDA heads have up to 256 columns. Over int4 they have a
+            multiple of 32.
         rotation: rows of K and V were appended with rotation=True. Q is rotated, and the output back, in the
             same kernel. q_dtype is dtype, head_dim_v is head_dim, at most 256, and the variant does not
             transform Q, K, V or the output.
@@ -629,7 +648,7 @@ class Attention:
         head_dim: int,
         *,
         dtype: torch.dtype = torch.bfloat16,
-        kv_dtype: torch.dtype | None = None,
+        kv_dtype: torch.dtype | Literal["int4"] | None = None,
         device: torch.device | str = "cuda",
         max_rows: int,
         max_batch: int,
@@ -659,17 +678,18 @@ class Attention:
         design = choose_design(kernel, device, dims, variant)
         flags = {"sinks": sinks, "float8_out": float8_out, "token_scales": token_scales, "rotation": rotation}
         check_types(bool, "True or False", **flags)
-        kv_dtype = check_kv_dtype(kv_dtype, dtype, dims, token_scales)
-        q_dtype = check_q_dtype(q_dtype, dtype, kv_dtype, dims, design)
+        token_scales = token_scales or kv_dtype == INT4
+        of_cache = check_kv_dtype(kv_dtype, dtype, dims, token_scales)
+        q_dtype = check_q_dtype(q_dtype, dtype, of_cache, dims, design)
         if token_scales:
-            check_token_scales(q_dtype, dtype, dims, design)
+            check_token_scales(q_dtype, dtype, of_cache, dims, design)
         if rotation:
             check_rotation(q_dtype, dtype, dims, variant)
         num_ctas = None if num_ctas is None else check_int("num_ctas", num_ctas, 1, MAX_CTAS)
 
         self.num_qo_heads, self.num_kv_heads = num_qo_heads, num_kv_heads
         self.head_dim, self.head_dim_v = dims.qk, dims.v
-        self.dtype, self.kv_dtype, self.q_dtype = dtype, kv_dtype, q_dtype
+        self.dtype, self.kv_dtype, self.q_dtype = dtype, of_cache, q_dtype
         self.device, self.batch_invariant = device, batch_invariant
         self.max_rows, self.max_batch, self.max_levels = max_rows, max_batch, max_levels
         self._sm_scale = dims.qk**-0.5
@@ -680,7 +700,7 @@ class Attention:
             head_dim_v=dims.v,
             dtype=dtype,
             q_dtype=q_dtype,
-            kv_dtype=kv_dtype,
+            kv_dtype=of_cache,
             device=device,
             max_rows=max_rows,
             max_batch=max_batch,
@@ -704,7 +724,7 @@ class Attention:
                 head_dim=dims,
                 device=device,
                 sinks=sinks,
-                kv_dtype=kv_dtype,
+                kv_dtype=of_cache,
                 float8_q=q_dtype != dtype,
                 float8_out=float8_out,
                 token_scales=token_scales,

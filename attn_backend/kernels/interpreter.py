@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..metadata import BSRView, KVCache, PageTable
-from ..metadata.kv_cache import Scale
+from ..metadata.kv_cache import INT4, Scale
 from ..metadata.views import check_page_ids
 from ..validation import refuse
 from ..variants import Variant
@@ -95,10 +95,13 @@ def interpret(
                     _of_heads(of_rows[0], of_tokens[0][None], kv.num_kv_heads)[0, :, None]
                     for of_rows in (k_scales, v_scales)
                 )
+                k_rows, v_rows = kv.k[page, place], kv.v[page, place]
                 if isinstance(kv.k_scale, Tensor) and isinstance(kv.v_scale, Tensor) and kv.has_token_scales:
-                    k_scale = kv.k_scale[page, place].double()[:, :, None]
-                    v_scale = kv.v_scale[page, place].double()[:, :, None]
-                k, v = kv.k[page, place].double() * k_scale, kv.v[page, place].double() * v_scale
+                    k_scale, v_scale = (of[page, place][:, :, None] for of in (kv.k_scale, kv.v_scale))
+                if kv.stored_dtype == INT4:
+                    k_rows, k_scale = _int4_rows(k_rows, k_scale)
+                    v_rows, v_scale = _int4_rows(v_rows, v_scale)
+                k, v = k_rows.double() * k_scale.double(), v_rows.double() * v_scale.double()
                 if back is not None:
                     k, v = k @ back, v @ back
                 k = functions.key(k, *of_tokens, kv_len=kv_len)
@@ -131,6 +134,13 @@ def interpret(
                     )
                     states.add(rows, scores, seen, v, of_v)
     states.finish(out, lse, sinks, out_scale)
+
+
+def _int4_rows(rows: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of an int4 cache less their zero points, [..., columns], and their scales."""
+    bits = stored.view(torch.int32)
+    columns = torch.stack([rows & 15, rows >> 4], dim=-1).flatten(-2)
+    return columns.int() - (bits & 15), (bits & ~15).view(torch.float32)
 
 
 def _of_heads(scale: Scale, requests: Tensor, num_kv_heads: int) -> Tensor:

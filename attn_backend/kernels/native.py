@@ -17,6 +17,7 @@ import tvm_ffi
 from ..jit import manifest
 from ..jit.code_address import RejectedKernelError
 from ..jit.cubins import arch_of, find_kernel
+from ..metadata.kv_cache import INT4, CacheDtype
 from ..validation import dtype_name
 
 # Names of dtypes in the manifest, which are parts of cubins' names.
@@ -28,12 +29,12 @@ DTYPES = {torch.float32: "kFloat32"} | {
     dtype: f"k{manifest.CUDA_ELEMENTS[element]}" for dtype, element in DTYPE_NAMES.items()
 }
 KV_DTYPES = {dtype: f"k{manifest.CUDA_KV_ELEMENTS[element]}" for dtype, element in KV_DTYPE_NAMES.items()}
-ALL_DTYPES = DTYPES | KV_DTYPES | {torch.int8: "kInt8"}
+ALL_DTYPES: dict[CacheDtype, str] = {**DTYPES, **KV_DTYPES, torch.int8: "kInt8", INT4: "kInt4"}
 
 
-def kv_element_of(kv_dtype: torch.dtype | None, dtype: torch.dtype, token_scales: bool = False) -> str | None:
+def kv_element_of(kv_dtype: CacheDtype | None, dtype: torch.dtype, token_scales: bool = False) -> str | None:
     """manifest.kv_element_of()."""
-    name = None if kv_dtype is None else dtype_name(kv_dtype)
+    name = dtype_name(kv_dtype) if isinstance(kv_dtype, torch.dtype) else kv_dtype
     return manifest.kv_element_of(name, dtype_name(dtype), token_scales)
 
 

@@ -26,7 +26,7 @@ from ..jit import compilers, cubins, manifest
 from ..jit.manifest import HeadDims
 from ..jit.progress import warn_once
 from ..metadata import BSRView, KVCache
-from ..metadata.kv_cache import Scale
+from ..metadata.kv_cache import CacheDtype, Scale
 from ..settings import Settings
 from ..validation import dtype_name, refuse
 from ..variants import Variant, builtin
@@ -142,7 +142,7 @@ class AttentionVariant:
         head_dim: int | HeadDims,
         device: torch.device,
         sinks: bool = False,
-        kv_dtype: torch.dtype | None = None,
+        kv_dtype: CacheDtype | None = None,
         float8_q: bool = False,
         float8_out: bool = False,
         token_scales: bool = False,

@@ -22,7 +22,11 @@ from ..validation import (
 
 _Views = TypeVar("_Views")
 SCALED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)  # of caches with separate scales
-TOKEN_SCALED_DTYPES = (torch.float8_e4m3fn, torch.int8)  # of caches with a scale for each token and head
+INT4 = "int4"  # stored as uint8; torch has no such dtype
+CacheDtype = torch.dtype | str  # INT4 is the only str
+# Of caches with a scale for each token and head.
+TOKEN_SCALED_DTYPES: tuple[CacheDtype, ...] = (torch.float8_e4m3fn, torch.int8, INT4)
+INT4_COLUMNS = 32  # head_dim is a multiple
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, *SCALED_DTYPES, torch.int8)
 _DTYPES_TEXT = "bfloat16, float16, float32, float8_e4m3fn, float8_e5m2 or int8"
 # Rows of MLA latents that include their scales, as in DeepSeek V3.2: 512 e4m3 numbers, 4 float32 scales, 64
@@ -45,8 +49,12 @@ class KVCache:
     num_kv_heads], for each request of the batch. With the last two, the levels of a composition must give the
     `requests` of their rows. Tensors are read when a kernel runs: a captured CUDA graph uses their contents
     at replay. Or [pages, page_size, num_kv_heads] of any strides, also views of the pages' own bytes, for
-    float8_e4m3fn and int8: one for each token and head, which append computes and writes. Both have this
-    form, or neither; int8 requires it.
+    float8_e4m3fn, int8 and uint8: one for each token and head, which append computes and writes. Both have
+    this form, or neither; int8 requires it.
+
+    uint8 with such scales is int4: columns 2i and 2i + 1 are the lower and the upper half of byte i, so k is
+    [pages, page_size, num_kv_heads, head_dim / 2]. The lowest 4 bits of a scale hold a zero point z. A number
+    c stands for scale * (c - z), without these bits in the scale. head_dim is a multiple of 32.
 
     Raises:
         ValueError: K or V of another dtype or dimension, K and V that do not match, a head_dim that is not
@@ -211,15 +219,22 @@ class KVCache:
 
     @property
     def head_dim(self) -> int:
-        return SCALED_LATENT_DIMS[0] if self.dtype == SCALED_LATENT_DTYPE else self.k.shape[3]
+        if self.dtype == SCALED_LATENT_DTYPE and not self.has_token_scales:
+            return SCALED_LATENT_DIMS[0]
+        return self.k.shape[3] * (2 if self.stored_dtype == INT4 else 1)
 
     @property
     def head_dim_v(self) -> int:
-        return self.v.shape[3]
+        return self.v.shape[3] * (2 if self.stored_dtype == INT4 else 1)
 
     @property
     def dtype(self) -> torch.dtype:
         return self.k.dtype
+
+    @property
+    def stored_dtype(self) -> CacheDtype:
+        """The dtype; INT4 of an int4 cache, whose bytes are uint8. `Attention` takes it as kv_dtype."""
+        return INT4 if self.dtype == torch.uint8 and self.has_token_scales else self.dtype
 
     @property
     def device(self) -> torch.device:
@@ -244,16 +259,26 @@ class KVCache:
                 f"{dtype_name(self.k.dtype)}",
             )
         check_same_device("v", self.v, "k", self.k.device)
-        if self.dtype == SCALED_LATENT_DTYPE and (self.k.shape[2:], self.v.shape[3], self.v.data_ptr()) != (
-            (1, SCALED_LATENT_BYTES),
-            512,
-            self.k.data_ptr(),
+        is_int4 = self.stored_dtype == INT4
+        if (
+            not is_int4
+            and self.dtype == SCALED_LATENT_DTYPE
+            and (self.k.shape[2:], self.v.shape[3], self.v.data_ptr())
+            != (
+                (1, SCALED_LATENT_BYTES),
+                512,
+                self.k.data_ptr(),
+            )
         ):
             refuse(
                 "k",
                 self.k,
-                f"{_DTYPES_TEXT}; uint8 is for KVCache.from_latent",
+                f"{_DTYPES_TEXT}; uint8 is for KVCache.from_latent, and for int4 caches with k_scale [pages, "
+                f"page_size, num_kv_heads]",
             )
+        for name, view in (("k", self.k), ("v", self.v)):
+            if is_int4 and (view.shape[3] * 2) % INT4_COLUMNS:
+                refuse(name, view, f"of head_dim / 2 columns, and head_dim a multiple of {INT4_COLUMNS}")
         for name in ("k_scale", "v_scale"):
             object.__setattr__(self, name, self._checked_scale(name, getattr(self, name)))
         if self.has_token_scales != _is_of_tokens(self.v_scale):
@@ -264,11 +289,11 @@ class KVCache:
     def _checked_scale(self, name: str, scale: Scale) -> Scale:
         if scale is None:
             return None
-        if self.dtype not in (*SCALED_DTYPES, *TOKEN_SCALED_DTYPES):
+        if self.stored_dtype not in (*SCALED_DTYPES, *TOKEN_SCALED_DTYPES):
             refuse(name, scale, f"None: a {dtype_name(self.dtype)} cache has no scales")
         if isinstance(scale, Tensor):
             heads, of_tokens = self.num_kv_heads, list(self.k.shape[:3])
-            has_token_scales = self.dtype in TOKEN_SCALED_DTYPES
+            has_token_scales = self.stored_dtype in TOKEN_SCALED_DTYPES
             is_right = scale.dtype == torch.float32 and (
                 has_token_scales and list(scale.shape) == of_tokens
                 if scale.ndim > 2

@@ -22,9 +22,14 @@ struct KvForm {
   int32_t element_bytes;
   bool multiplies_float8;  // prefill multiplies 8-bit elements as they are (sm90/float8_prefill.cuh)
   bool has_token_scales;   // TokenScales
+  bool is_int4;            // elements are bytes with two columns
 
-  ATTN_HD constexpr KvForm(int32_t element_bytes_, bool multiplies_float8_ = false, bool has_token_scales_ = false)
-      : element_bytes(element_bytes_), multiplies_float8(multiplies_float8_), has_token_scales(has_token_scales_) {}
+  ATTN_HD constexpr KvForm(int32_t element_bytes_, bool multiplies_float8_ = false, bool has_token_scales_ = false,
+                           bool is_int4_ = false)
+      : element_bytes(element_bytes_),
+        multiplies_float8(multiplies_float8_),
+        has_token_scales(has_token_scales_),
+        is_int4(is_int4_) {}
 };
 
 /// Bytes of a row in shared memory: whole runs of 128, within which chunks of 16 bytes are permuted. The columns after

@@ -159,7 +159,8 @@ __device__ __forceinline__ void rotate_head(float (&x)[kColumns], int32_t head_d
 /// kKernel: what kernel_for() says. CacheElement: of a cache of 16 bits. The grid has append_qkv_ctas() CTAs.
 template <class Element, QkvKernel kKernel, Rounding kRounding, class CacheElement = Element, bool kRotates = false>
 __device__ __forceinline__ void append_qkv(const QkvParams& p) {
-  constexpr bool kQuantizes = kRounding != Rounding::k16Bits, kScalesTokens = kRounding == Rounding::kByTokenScales;
+  constexpr bool kTo4Bits = kRounding == Rounding::kTo4Bits, kQuantizes = kRounding != Rounding::k16Bits;
+  constexpr bool kScalesTokens = kRounding == Rounding::kByTokenScales || kTo4Bits;
   constexpr int32_t kSize = half_chunk(kKernel);
   constexpr bool kAligned = kKernel != QkvKernel::kGeneral, kNormalizes = kKernel != QkvKernel::kPlain;
   const int32_t lanes = 1 << p.lane_bits;
@@ -230,6 +231,9 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
       }
     }
   };
+  [[maybe_unused]] Int4Quantizer quantizers[kGroupHeads];
+  using Bytes =
+      typename Conditional<kTo4Bits, Int4Chunk<kSize, kAligned>, ByteChunk<kSize, kAligned, kScalesTokens>>::Type;
   if constexpr (kRotates) {
     // A head at a time. It goes through shared memory, since the lanes' columns may be any. Gaps between the chunks
     // avoid bank conflicts.
@@ -246,7 +250,8 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
     const KvTensor& target = is_q ? q_target : is_v ? p.v_cache : p.k_cache;
     const int32_t element_bytes = is_quantized ? 1 : 2;
     char* to = static_cast<char*>(const_cast<void*>(target.data)) +
-               (target.element(token, group.first_head) + chunk * kColumns) * element_bytes;
+               (target.element(token, group.first_head) + chunk * kColumns / (kTo4Bits && is_quantized ? 2 : 1)) *
+                   element_bytes;
 #pragma unroll
     for (int32_t i = 0; i < kGroupHeads; ++i) {
       const bool is_there = is_written && i < heads;
@@ -283,21 +288,41 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
       }
       __syncwarp();  // before the next head takes its place
       rotate_head(rotated, p.head_dim, chunk * kColumns, lanes);
-      if constexpr (kScalesTokens) {
+      if constexpr (kTo4Bits) {
+        float limits[2] = {minus_infinity(), minus_infinity()};  // as below
+        if (chunk * kColumns < p.head_dim) {
+#pragma unroll
+          for (int32_t j = 0; j < kColumns; ++j) {
+            limits[0] = fmaxf(limits[0], rotated[j]);
+            limits[1] = fmaxf(limits[1], -rotated[j]);
+          }
+        }
+        over_lanes(limits, lanes, [](float x, float y) { return fmaxf(x, y); });
+        quantizers[i] = Int4Quantizer(-limits[1], limits[0]);
+        scales[i] = quantizers[i].scale.stored();
+      } else if constexpr (kScalesTokens) {
         float largest[1] = {};
 #pragma unroll
         for (int32_t j = 0; j < kColumns; ++j) largest[0] = fmaxf(largest[0], fabsf(rotated[j]));
         over_lanes(largest, lanes, [](float x, float y) { return fmaxf(x, y); });
         scales[i] = token_scale(largest[0], p.scales.element);
+      }
+      if constexpr (kScalesTokens) {
         if (is_there && !is_q && chunk == 0)
           (is_v ? p.v_token_scales : p.k_token_scales).write(token, group.first_head + i, scales[i]);
       }
       if (!is_there) continue;
       if (is_quantized) {
-        const Divisor divisor(scales[i]);
-        ByteChunk<kSize, kAligned, kScalesTokens> bytes;
+        Bytes bytes;
+        if constexpr (kTo4Bits) {
 #pragma unroll
-        for (int32_t j = 0; j < kSize; ++j) bytes.set(j, rotated[2 * j], rotated[2 * j + 1], divisor, p.scales.element);
+          for (int32_t j = 0; j < kSize; ++j) bytes.set(j, rotated[2 * j], rotated[2 * j + 1], quantizers[i]);
+        } else {
+          const Divisor divisor(scales[i]);
+#pragma unroll
+          for (int32_t j = 0; j < kSize; ++j)
+            bytes.set(j, rotated[2 * j], rotated[2 * j + 1], divisor, p.scales.element);
+        }
         bytes.store(reinterpret_cast<uint8_t*>(to), kSize);
       } else {
 #pragma unroll
@@ -310,7 +335,33 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
     }
     return;
   }
-  if constexpr (kScalesTokens) {
+  if constexpr (kTo4Bits) {
+    float limits[2 * kGroupHeads];  // of each head: the largest of its numbers, and of their negatives
+#pragma unroll
+    for (int32_t i = 0; i < 2 * kGroupHeads; ++i) limits[i] = minus_infinity();  // lanes without columns keep it
+    if (2 * kSize * chunk < p.head_dim) {
+#pragma unroll
+      for (int32_t i = 0; i < kGroupHeads; ++i) {
+        if (p.is_interleaved != 0) x[i].deinterleave();
+#pragma unroll
+        for (int32_t j = 0; j < kSize / 2; ++j) {
+          float a[2], b[2];
+          finish_pairs(i, j, kNormalizes ? factors[i] * p.norm_offset : 0.0f, a, b);
+#pragma unroll
+          for (int32_t k = 0; k < 2; ++k) {
+            limits[2 * i] = fmaxf(limits[2 * i], fmaxf(a[k], b[k]));
+            limits[2 * i + 1] = fmaxf(limits[2 * i + 1], -fminf(a[k], b[k]));
+          }
+        }
+      }
+    }
+    over_lanes(limits, lanes, [](float a, float b) { return fmaxf(a, b); });
+#pragma unroll
+    for (int32_t i = 0; i < kGroupHeads; ++i) {
+      quantizers[i] = Int4Quantizer(-limits[2 * i + 1], limits[2 * i]);
+      scales[i] = quantizers[i].scale.stored();
+    }
+  } else if constexpr (kScalesTokens) {
     float largest[kGroupHeads] = {};
 #pragma unroll
     for (int32_t i = 0; i < kGroupHeads; ++i) {
@@ -342,7 +393,8 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
         if (chunk == 0 && i < heads) of_tokens.write(token, group.first_head + i, scales[i]);
     }
   }
-  const int64_t element = target.element(token, group.first_head) + place.low;
+  const int64_t element =
+      target.element(token, group.first_head) + (kTo4Bits && is_quantized ? place.low / 2 : place.low);
   char* to = static_cast<char*>(const_cast<void*>(target.data)) + element * element_bytes;
   const int64_t head_bytes = target.head_stride * element_bytes;
 #pragma unroll
@@ -350,16 +402,21 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
     if (i >= heads) return;
     x[i].opaque();
     if (!kScalesTokens && p.is_interleaved != 0) x[i].deinterleave();
-    const Divisor divisor(is_quantized ? scales[i] : 1.0f);
+    const Divisor divisor(is_quantized && !kTo4Bits ? scales[i] : 1.0f);
     const float offset = kNormalizes ? factors[i] * p.norm_offset : 0.0f;
-    ByteChunk<kSize, kAligned, kScalesTokens> bytes;
+    Bytes bytes;
 #pragma unroll
     for (int32_t j = 0; j < kSize / 2; ++j) {
       float a[2], b[2];
       finish_pairs(i, j, offset, a, b);
       if (is_quantized) {
-        bytes.set(j, a[0], a[1], divisor, p.scales.element);
-        bytes.set(kSize / 2 + j, b[0], b[1], divisor, p.scales.element);
+        if constexpr (kTo4Bits) {
+          bytes.set(j, a[0], a[1], quantizers[i]);
+          bytes.set(kSize / 2 + j, b[0], b[1], quantizers[i]);
+        } else {
+          bytes.set(j, a[0], a[1], divisor, p.scales.element);
+          bytes.set(kSize / 2 + j, b[0], b[1], divisor, p.scales.element);
+        }
       } else if (!is_same<Element, CacheElement> && is_cached) {
         x[i].words[j] = pack_finite<CacheElement>(a[0], a[1]);
         x[i].words[kSize / 2 + j] = pack_finite<CacheElement>(b[0], b[1]);
@@ -379,8 +436,10 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
 }
 
 /// As many CTAs share a multiprocessor as fit without spilled registers.
+constexpr bool kKernelComputesScales =
+    kKernelRounding == Rounding::kByTokenScales || kKernelRounding == Rounding::kTo4Bits;
 constexpr int kPlainCtasPerSm = kKernelRotates ? 5 : kKernelRounding == Rounding::k16Bits ? 9 : 8;
-constexpr int kNormedCtasPerSm = kKernelRotates ? 5 : kKernelRounding == Rounding::kByTokenScales ? 6 : 7;
+constexpr int kNormedCtasPerSm = kKernelRotates ? 5 : kKernelComputesScales ? 6 : 7;
 constexpr int kGeneralCtasPerSm = kKernelRotates ? 5 : 8;
 
 }  // namespace attn

@@ -1,6 +1,7 @@
-// Elements of heads from and to memory, and their rounding for an 8-bit cache.
+// Elements of heads from and to memory, and their rounding for an 8-bit or 4-bit cache.
 #pragma once
 
+#include "cache/params.h"
 #include "common/data_type.h"
 #include "common/math.h"
 #include "common/platform.h"
@@ -116,9 +117,40 @@ struct ByteChunk {
       case DataType::kBFloat16:
       case DataType::kScaledLatent:
       case DataType::kInt8:
+      case DataType::kInt4:
         break;  // have other kernels
     }
     __builtin_unreachable();  // returning a number would add a test for each pair: 6 % more instructions
+  }
+};
+
+/// The same for an int4 cache: numbers are bytes until they are stored.
+template <int32_t kSize, bool kAligned>
+struct Int4Chunk : ByteChunk<kSize, kAligned> {
+  using ByteChunk<kSize, kAligned>::words;
+
+  __device__ __forceinline__ void set(int32_t i, float low, float high, const Int4Quantizer& quantizer) {
+    words[i / 2] |= (quantizer.code(low) | quantizer.code(high) << 8) << i % 2 * 16;
+  }
+
+  /// to: of the lower half; the upper is `distance` columns further.
+  __device__ __forceinline__ void store(uint8_t* to, int32_t distance) const {
+    store_half(words, to);
+    store_half(words + kSize / 4, to + distance / 2);
+  }
+
+ private:
+  __device__ __forceinline__ static void store_half(const uint32_t* bytes, uint8_t* to) {
+    uint32_t packed = 0;
+#pragma unroll
+    for (int32_t i = 0; i < kSize / 4; ++i)
+      packed |= (__byte_perm(bytes[i] | bytes[i] >> 4, 0, 0x4420) & 0xffffu) << i * 16;
+    if constexpr (kAligned) {
+      *reinterpret_cast<uint32_t*>(to) = packed;
+    } else {
+#pragma unroll
+      for (int32_t i = 0; i < kSize / 2; ++i) to[i] = static_cast<uint8_t>(packed >> i * 8);
+    }
   }
 };
 

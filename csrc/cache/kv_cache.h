@@ -14,7 +14,7 @@ struct SlotPlace {
 };
 
 /// K or V of one layer: element (page, token in page, head, i) is data[page * page_stride + token * token_stride + head
-/// * head_stride + i].
+/// * head_stride + i]. Of an int4 cache, the elements are bytes; the lower half of byte i is column 2 * i.
 struct KvTensor {
   const void* data;
   int64_t page_stride;
@@ -28,7 +28,7 @@ struct KvTensor {
 };
 
 /// Scales of K or V, one for each token and head: float32 numbers where a KvTensor has rows. They are read when the
-/// kernel runs.
+/// kernel runs. Of an int4 cache, the lowest bits of the number hold a zero point (Int4Scale).
 struct TokenScales : KvTensor {
   ATTN_HD bool exist() const { return data != nullptr; }
   ATTN_HD const float& of(SlotPlace token, int32_t head) const {
@@ -36,6 +36,23 @@ struct TokenScales : KvTensor {
   }
   ATTN_HD void write(SlotPlace token, int32_t head, float scale) const {
     static_cast<float*>(const_cast<void*>(data))[element(token, head)] = scale;
+  }
+};
+
+/// A scale of an int4 cache. Numbers c from 0 to 15 are stored for the values scale * (c - zero_point).
+struct Int4Scale {
+  static constexpr uint32_t kZeroPoint = 15;  // its bits
+
+  float scale;
+  int32_t zero_point;  // from 0 to 15
+
+  Int4Scale() = default;
+  ATTN_HD explicit Int4Scale(float stored)
+      : scale(bits_float(float_bits(stored) & ~kZeroPoint)),
+        zero_point(static_cast<int32_t>(float_bits(stored) & kZeroPoint)) {}
+
+  ATTN_HD float stored() const {
+    return bits_float((float_bits(scale) & ~kZeroPoint) | static_cast<uint32_t>(zero_point));
   }
 };
 

@@ -58,6 +58,31 @@ ATTN_HD float token_scale(float largest, DataType element) {
   return max_of(largest / (element == DataType::kInt8 ? 127.0f : 448.0f), 1e-6f);
 }
 
+/// How the numbers of a token's head are stored in an int4 cache, as in vLLM.
+struct Int4Quantizer {
+  Int4Scale scale;  // `scale.scale` with all its bits: numbers are divided by it
+  float reciprocal;
+
+  Int4Quantizer() = default;
+  ATTN_HD Int4Quantizer(float smallest, float largest) {
+    scale.scale = max_of((largest - smallest) / 15.0f, 1e-6f);
+    scale.zero_point = rounded(-smallest / scale.scale);
+    reciprocal = 1.0f / scale.scale;
+  }
+
+  /// Of a number.
+  ATTN_HD uint32_t code(float x) const {
+    return static_cast<uint32_t>(rounded(x * reciprocal + static_cast<float>(scale.zero_point)));
+  }
+
+ private:
+  /// The nearest integer from 0 to 15, halves up; 0 for NaN.
+  ATTN_HD static int32_t rounded(float x) {
+    const float up = x + 0.5f;
+    return up >= 1.0f ? static_cast<int32_t>(min_of(up, 15.0f)) : 0;
+  }
+};
+
 /// What gives the angle of pair i at a position.
 enum class RotaryTable : int32_t {
   kNone,         // no rotation
@@ -68,7 +93,8 @@ enum class RotaryTable : int32_t {
 
 /// Appends a projection's Q, K and V. Normalizes the heads of Q and K (RMS) and rotates them (RoPE). Writes Q to q_out,
 /// and K and V to slot slots[token] of the cache, in the cache's type. Values for an 8-bit cache are divided by its
-/// scales first, or by token_scale(), which is stored. Negative slots and slots beyond the cache are skipped.
+/// scales first, or by token_scale(), which is stored. An Int4Quantizer makes those of an int4 cache. Negative slots
+/// and slots beyond the cache are skipped.
 struct QkvParams {
   HeadRows q, k, v;
   HeadRows q_out;    // written; may be q
@@ -103,8 +129,8 @@ struct QkvParams {
 /// table. kRounded is for 8-bit caches without TokenScales, rotated rows, Q and angles.
 enum class QkvKernel : int32_t { kPlain, kNormed, kGeneral, kRounded };
 
-/// How K and V are written: in a 16-bit type, or in 8 bits, divided by the cache's scales or by token_scale().
-enum class Rounding { k16Bits, kByScales, kByTokenScales };
+/// How K and V are written: in a 16-bit type, or in 8 bits, divided by the cache's scales or by token_scale(), or in 4.
+enum class Rounding { k16Bits, kByScales, kByTokenScales, kTo4Bits };
 
 ATTN_HD QkvKernel kernel_for(const QkvParams& p) {
   const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };

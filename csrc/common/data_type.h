@@ -12,14 +12,21 @@ enum class DataType : int32_t {
   kFloat8E4M3 = 3,  // without infinities; 0x7f and 0xff are NaN
   kFloat8E5M2 = 4,
   kScaledLatent = 5,  // bytes of rows of MLA's latents: cache/kv_cache.h
-  kInt8 = 6           // of caches with TokenScales
+  kInt8 = 6,          // of caches with TokenScales
+  kInt4 = 7           // of such caches: a byte has two columns
 };
 
-/// Types whose numbers are multiplied by scales: of a cache, and of Q and O used with it.
+/// Types whose numbers are multiplied by scales: of a cache, and of Q and O used with it. They are stored in bytes.
 ATTN_HD constexpr bool has_8_bits(DataType dtype) { return dtype >= DataType::kFloat8E4M3; }
 
+/// Of what strides count: an element, or a byte with two columns.
 ATTN_HD constexpr int32_t bytes_of(DataType dtype) {
   return dtype == DataType::kFloat32 ? 4 : has_8_bits(dtype) ? 1 : 2;
+}
+
+/// What a row of `columns` columns has of that.
+ATTN_HD constexpr int32_t stored_columns(int32_t columns, DataType dtype) {
+  return dtype == DataType::kInt4 ? columns / 2 : columns;
 }
 
 }  // namespace attn

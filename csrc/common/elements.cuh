@@ -96,6 +96,18 @@ struct Int8 {
   }
 };
 
+/// Numbers from 0 to 15, two in a byte. TokenScales have zero points for them (Int4Scale).
+struct Int4 {
+  static constexpr int kBytes = 1;  // of two
+  static constexpr bool kRowsHaveScales = false;
+};
+
+/// Bytes of a row of 8-bit numbers, or of Int4; elements of others.
+template <class Element>
+ATTN_HD constexpr int stored_columns(int columns) {
+  return is_same<Element, Int4> ? columns / 2 : columns;
+}
+
 /// The e4m3 numbers in rows that hold more than elements (cache/kv_cache.h).
 struct ScaledLatent : Float8E4M3 {
   static constexpr bool kRowsHaveScales = true;
@@ -143,6 +155,30 @@ __device__ __forceinline__ uint4 dequantize_eight(const uint2& narrow, float sca
     pair = Element::pack(Float16::unpack(pair) * scale, Float16::unpack(pair >> 16) * scale);
   }
   return make_uint4(pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1]);
+}
+
+/// A row's scale and zero point, from its Int4Scale as stored.
+struct Int4Factors {
+  float scale;
+  uint32_t zero_points;  // twice 1024 more than it, in f16
+
+  Int4Factors() = default;
+  __device__ __forceinline__ explicit Int4Factors(uint32_t stored)
+      : scale(__uint_as_float(stored & ~15u)), zero_points((stored & 15u) * 0x10001u | 0x64006400u) {}
+};
+
+/// The eight numbers of a word of Int4, dequantized.
+template <class Element>
+__device__ __forceinline__ uint4 dequantize_int4(uint32_t word, const Int4Factors& of_row) {
+  float values[8];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t pair = ptx::sub_f16((word >> 4 * i & 0x000f000fu) | 0x64006400u, of_row.zero_points);
+    values[i] = Float16::unpack(pair) * of_row.scale;
+    values[i + 4] = Float16::unpack(pair >> 16) * of_row.scale;
+  }
+  return make_uint4(Element::pack(values[0], values[1]), Element::pack(values[2], values[3]),
+                    Element::pack(values[4], values[5]), Element::pack(values[6], values[7]));
 }
 
 /// The elements of a word as pairs (0, 2) and (1, 3).

@@ -101,10 +101,12 @@ KvScale append_scale(const char* name, const AnyView& scale, DLDevice device, in
 void set_scales(const char* name, const AnyView& given, const TensorView& cache, KvScale& scale,
                 TokenScales& token_scales) {
   const std::optional<TensorView> tensor = given == nullptr ? std::nullopt : given.try_cast<TensorView>();
-  const bool is_int8 = cache.dtype() == dl_dtype(DataType::kInt8);
-  if (is_int8 || (tensor && tensor->ndim() == 3)) {
-    if (!is_int8 && cache.dtype() != dl_dtype(DataType::kFloat8E4M3))
-      refuse("kv.k.dtype", dtype_name(cache.dtype()), "float8_e4m3fn or int8 with a scale for each token and head");
+  using D = DataType;
+  const bool is_integer = find_dtype(cache.dtype(), {D::kInt8, D::kInt4}).has_value();
+  if (is_integer || (tensor && tensor->ndim() == 3)) {
+    if (!is_integer && cache.dtype() != dl_dtype(D::kFloat8E4M3))
+      refuse("kv.k.dtype", dtype_name(cache.dtype()),
+             "float8_e4m3fn, int8 or uint8 with a scale for each token and head");
     token_scales = checked_token_scales(name, given, cache);  // refuses what is no tensor
     if (tensor) check_no_overlap(name, *tensor);
     return;
@@ -112,10 +114,12 @@ void set_scales(const char* name, const AnyView& given, const TensorView& cache,
   scale = append_scale(name, given, cache.device(), cache.size(2));
 }
 
-/// The element type of a cache that heads of `dtype` are written to: of 8 bits, or of 16 if these are; else `dtype`.
+/// The element type of a cache that heads of `dtype` are written to: of 8 bits or less, or of 16 if these are; else
+/// `dtype`.
 DataType cache_dtype(const TensorView& cache, DataType dtype) {
   using D = DataType;
-  const auto stored = find_dtype(cache.dtype(), {D::kFloat8E4M3, D::kFloat8E5M2, D::kInt8, D::kBFloat16, D::kFloat16});
+  const auto stored =
+      find_dtype(cache.dtype(), {D::kFloat8E4M3, D::kFloat8E5M2, D::kInt8, D::kInt4, D::kBFloat16, D::kFloat16});
   return stored && (has_8_bits(*stored) || dtype != D::kFloat32) ? *stored : dtype;
 }
 
@@ -140,6 +144,13 @@ void launch_append_qkv(QkvParams& params, DataType dtype, DLDevice device, std::
                                                              : "append_qkv_general_kernel";
   launch(driver::loaded_kernel(file, symbol, device.device_id), append_qkv_ctas(params, kernel), kAppendQkvThreads,
          &params, device);
+}
+
+/// The last dimension of a cache, for heads of `columns` columns.
+Dim stored_dim(const char* name, int64_t columns, DataType dtype) {
+  if (dtype != DataType::kInt4) return Dim{name, columns};
+  check_int4_columns(name, columns);
+  return Dim{"head_dim / 2", columns / 2};
 }
 
 /// A cache that is written.
@@ -259,8 +270,9 @@ void append_qkv(const AppendQkvArguments& given) {
   check_no_overlap("q_out", given.out);
   const bool is_cached = given.v_cache.has_value();
   const DataType kv_dtype = is_cached ? cache_dtype(k_cache, dtype) : dtype;
+  const Dim stored = stored_dim("head_dim", q.size(2), kv_dtype);
   params.k_cache =
-      cache_of(is_cached ? "kv.k" : "k_out", k_cache, device, kv_dtype, {"pages"}, {"page_size"}, kv_heads, head_dim);
+      cache_of(is_cached ? "kv.k" : "k_out", k_cache, device, kv_dtype, {"pages"}, {"page_size"}, kv_heads, stored);
   params.scales.element = kv_dtype;
   set_scales("kv.k_scale", given.k_scale, k_cache, params.scales.k, params.k_token_scales);
   params.pages = pages_of(k_cache);
@@ -268,7 +280,7 @@ void append_qkv(const AppendQkvArguments& given) {
     set_scales("kv.v_scale", given.v_scale, given.v_cache.value(), params.scales.v, params.v_token_scales);
     params.v = rows_of("v", given.v.value(), kv_heads);
     params.v_cache = cache_of("kv.v", given.v_cache.value(), device, kv_dtype, {"pages", k_cache.size(0)},
-                              {"page_size", k_cache.size(1)}, kv_heads, head_dim);
+                              {"page_size", k_cache.size(1)}, kv_heads, stored);
   }
   if (given.table.has_value()) {
     params.positions = index_array("positions", given.positions.value(), device, tokens);
@@ -292,8 +304,8 @@ void append_kv_rounded(const AppendKvRoundedArguments& given) {
   check_shape("kv.k", k_cache, {{"pages"}, {"page_size"}, {"num_kv_heads"}, {"head_dim"}});
   const Dim pages{"pages", k_cache.size(0)}, page_size{"page_size", k_cache.size(1)};
   const Dim heads{"num_kv_heads", k_cache.size(2)};
-  const auto columns_of = [](const char* name, const TensorView& cache, int32_t most) {
-    const int32_t columns = narrow(name, cache.size(3), 8, most);
+  const auto columns_of = [&](const char* name, const TensorView& cache, int32_t most) {
+    const int32_t columns = narrow(name, cache.size(3) * (kv_dtype == DataType::kInt4 ? 2 : 1), 8, most);
     if (columns % 8 != 0) refuse(name, columns, "a multiple of 8");
     return columns;
   };
@@ -314,7 +326,8 @@ void append_kv_rounded(const AppendKvRoundedArguments& given) {
   };
   const Dim head_dim{"head_dim", k_columns};
   params.k = rows_of("k", k, head_dim);
-  params.k_cache = cache_of("kv.k", k_cache, device, kv_dtype, pages, page_size, heads, head_dim);
+  params.k_cache =
+      cache_of("kv.k", k_cache, device, kv_dtype, pages, page_size, heads, stored_dim("head_dim", k_columns, kv_dtype));
   params.pages = pages_of(k_cache);
   params.scales.element = kv_dtype;
   set_scales("kv.k_scale", given.k_scale, k_cache, params.scales.k, params.k_token_scales);
@@ -329,7 +342,8 @@ void append_kv_rounded(const AppendKvRoundedArguments& given) {
              "head_dim = " + std::to_string(k_columns) + " with rotation=True");
     const Dim head_dim_v = columns_of_v(k_columns, v_columns);
     params.v = rows_of("v", v, head_dim_v);
-    params.v_cache = cache_of("kv.v", v_cache, device, kv_dtype, pages, page_size, heads, head_dim_v);
+    params.v_cache = cache_of("kv.v", v_cache, device, kv_dtype, pages, page_size, heads,
+                              stored_dim(head_dim_v.name, v_columns, kv_dtype));
     set_scales("kv.v_scale", given.v_scale, v_cache, params.scales.v, params.v_token_scales);
     if (k_columns != v_columns) {
       QkvParams values = params;

@@ -128,6 +128,7 @@ inline DLDataType dl_dtype(DataType dtype) {
       {kDLFloat8_e5m2, 8, 1},    // kFloat8E5M2
       {kDLUInt, 8, 1},           // kScaledLatent
       {kDLInt, 8, 1},            // kInt8
+      {kDLUInt, 8, 1},           // kInt4
   };
   return kDtypes[static_cast<int32_t>(dtype)];
 }
@@ -203,6 +204,12 @@ T* dense(const char* name, const TensorView& tensor, DLDevice device, DLDataType
 /// The last dimension of V and O.
 inline Dim columns_of_v(int64_t head_dim, int64_t head_dim_v) {
   return Dim{head_dim == head_dim_v ? "head_dim" : "head_dim_v", head_dim_v};
+}
+
+/// Columns of a head of an int4 cache: rows are moved in pieces of 16 bytes.
+inline void check_int4_columns(const char* name, int64_t columns) {
+  constexpr int64_t kPieceColumns = 32;
+  if (columns % kPieceColumns != 0) refuse(name, columns, "a multiple of 32 over an int4 cache");
 }
 
 inline KvTensor kv_tensor(const TensorView& t) { return KvTensor{t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)}; }

@@ -265,14 +265,18 @@ void set_out(const TensorView& out, int64_t num_rows, const AttentionConfig& con
 
 void set_caches(const TensorView& k, const TensorView& v, const Attention& attention, AttentionParams& params) {
   const AttentionConfig& config = attention.config();
+  const bool is_int4 = config.kv_dtype == DataType::kInt4;
   const Dim k_columns = config.kv_dtype == DataType::kScaledLatent ? Dim{"bytes of a row", ScaledLatentRow::kBytes}
+                        : is_int4                                  ? Dim{"head_dim / 2", config.head_dim / 2}
                                                                    : Dim{"head_dim", config.head_dim};
+  const Dim v_columns =
+      is_int4 ? Dim{"head_dim_v / 2", config.head_dim_v / 2} : columns_of_v(config.head_dim, config.head_dim_v);
   const auto check = [&](const char* name, const TensorView& t, Dim pages, Dim columns) {
     return kv_tensor(name, t, config.dl_device(), config.kv_dtype, pages, {"page_size", attention.planned_page_size()},
                      {"num_kv_heads", config.num_kv_heads}, columns);
   };
   params.k = check("kv.k", k, {"pages"}, k_columns);
-  params.v = check("kv.v", v, {"pages", k.size(0)}, columns_of_v(config.head_dim, config.head_dim_v));
+  params.v = check("kv.v", v, {"pages", k.size(0)}, v_columns);
   params.num_pages = narrow("kv.k.shape[0] (pages)", k.size(0));  // 0: no request may have a token
 }
 

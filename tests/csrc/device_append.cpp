@@ -35,7 +35,9 @@ void append_all() {
   constexpr bool kIsBf16 = attn::is_same<Element, attn::BFloat16>;
   using Other = typename attn::Conditional<kIsBf16, attn::Float16, attn::BFloat16>::Type;
   using attn::Rounding;
-  if (launched.k_token_scales.exist())
+  if (launched.scales.element == attn::DataType::kInt4)
+    attn::append_qkv<Element, kKernel, Rounding::kTo4Bits, Element, kRotates>(launched);
+  else if (launched.k_token_scales.exist())
     attn::append_qkv<Element, kKernel, Rounding::kByTokenScales, Element, kRotates>(launched);
   else if (attn::has_8_bits(launched.scales.element))
     attn::append_qkv<Element, kKernel, Rounding::kByScales, Element, kRotates>(launched);

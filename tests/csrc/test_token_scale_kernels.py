@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 from device_attention import CACHES, KERNELS, DeviceAttention
-from float8_cases import TOKEN_DTYPES, Float8Case, rounding
+from float8_cases import INT4, TOKEN_DTYPES, Float8Case, rounding
 from float8_kernels import BATCHES, FORMS, run_and_check
 from tiers import distinct, in_turn
 from variant_fuzz.catalogue import by_reference
@@ -27,10 +27,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None
 @pytest.mark.parametrize("form", distinct(FORMS, repeated={0}), ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_random_cases(
-    emulated: Path, kernel: str, form: tuple[torch.dtype, int], stored: torch.dtype
+    emulated: Path, kernel: str, form: tuple[torch.dtype, int], stored: torch.dtype | str
 ) -> None:
     """Pages of 1 to 64 tokens, windows, soft caps, shared prefixes; scales of unused slots are no numbers."""
     dtype, head_dim = form
+    if stored == INT4 and head_dim == 72:
+        head_dim = 96
     for number, (qo_lens, kv_lens) in in_turn(BATCHES, FORMS.index(form), without_gpu=2):
         rng = numpy.random.default_rng([number, head_dim, 89])
         spec = cases.Spec(
@@ -62,7 +64,7 @@ def test_random_cases(
 def test_variants_that_transform_rows(emulated: Path, kernel: str) -> None:
     """They see scaled rows."""
     variant = builtin.rope(builtin.rope_frequencies(32))
-    for seed, qo_lens in enumerate([(1, 70, 3), (1, 2, 1)]):
+    for seed, qo_lens in enumerate([(1, 70, 3), (1, 2, 1), (1, 80, 5)]):
         spec = cases.Spec(
             qo_lens, (200, 90, 30), num_kv_heads=2, group_size=2, head_dim=64, num_ctas=3, seed=seed
         )
@@ -75,12 +77,13 @@ def test_variants_that_transform_rows(emulated: Path, kernel: str) -> None:
         problem.check(case.out, case.lse, kernel, rounding(by_reference(variant, {}), variant, spec.dtype))
 
 
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, INT4], ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_variants_without_softmax(emulated: Path, kernel: str) -> None:
+def test_variants_without_softmax(emulated: Path, kernel: str, stored: torch.dtype | str) -> None:
     """Weights of hidden tokens are 0, whatever the scales of unused slots are."""
     variant = builtin.sigmoid(-3.0)
     spec = cases.Spec((1, 70, 3), (70, 90, 30), num_kv_heads=2, group_size=2, head_dim=64, num_ctas=3)
-    problem = Float8Case(spec, "cpu", torch.float8_e4m3fn, "token", "token")
+    problem = Float8Case(spec, "cpu", stored, "token", "token")
     case = problem.case
     made = case.attention(kernel=kernel, variant=variant, **problem.options)
     attention = DeviceAttention(emulated, made, kernel, 0, variant)
@@ -93,7 +96,13 @@ def test_variants_without_softmax(emulated: Path, kernel: str) -> None:
 @pytest.mark.parametrize("cache", CACHES)
 def test_forms_of_caches(emulated: Path, cache: str) -> None:
     """Hopper's producer finds the scales of rows that TMA loads in boxes, in runs, and that are gathered."""
-    for number, (dtype, head_dim) in enumerate(((torch.bfloat16, 64), (torch.float16, 128))):
+    forms = (
+        (torch.bfloat16, 64, 0),
+        (torch.float16, 128, 1),
+        (torch.bfloat16, 64, 2),
+        (torch.bfloat16, 128, 2),
+    )
+    for number, (dtype, head_dim, stored) in enumerate(forms):
         spec = cases.Spec(
             (1, 70, 3, 20),
             (200, 70, 300, 150),
@@ -104,7 +113,7 @@ def test_forms_of_caches(emulated: Path, cache: str) -> None:
             num_ctas=3,
             seed=number,
         )
-        problem = Float8Case(spec.with_(**CACHES[cache]), "cpu", TOKEN_DTYPES[number], "token", "token")
+        problem = Float8Case(spec.with_(**CACHES[cache]), "cpu", TOKEN_DTYPES[stored], "token", "token")
         run_and_check(problem, emulated, "hopper", number, wants_lse=False, cascade=False)
 
 
@@ -131,10 +140,12 @@ def test_pages_with_scales_at_their_end(emulated: Path, is_by_head: bool) -> Non
     assert run_and_check(problem, emulated, "hopper", 0, cascade=False) == "attention"
 
 
-@pytest.mark.parametrize(("head_dim", "stored"), [(64, torch.int8), (128, torch.float8_e4m3fn)])
+@pytest.mark.parametrize(
+    ("head_dim", "stored"), [(64, torch.int8), (128, torch.float8_e4m3fn), (64, INT4), (128, INT4)]
+)
 @pytest.mark.parametrize("cache", ["pages", "tokens"])
 def test_long_row_groups_read_a_16_bit_copy(
-    emulated: Path, monkeypatch: pytest.MonkeyPatch, cache: str, head_dim: int, stored: torch.dtype
+    emulated: Path, monkeypatch: pytest.MonkeyPatch, cache: str, head_dim: int, stored: torch.dtype | str
 ) -> None:
     """It has the bits that the producer makes in the ring."""
     monkeypatch.setenv("ATTN_BACKEND_DEQUANTIZED_MIB", "1")

@@ -227,14 +227,30 @@ def random_problem(seed: int, dtype: torch.dtype, device: torch.device) -> Probl
     )
 
 
-def token_scaled(kv: KVCache, dtype: torch.dtype) -> KVCache:
-    """An empty cache of this shape."""
+def token_scaled(kv: KVCache, dtype: torch.dtype | str) -> KVCache:
+    """An empty cache for these heads."""
+    shape = list(kv.k.shape)
+    if not isinstance(dtype, torch.dtype):
+        dtype, shape[3] = torch.uint8, shape[3] // 2  # int4
     scales = torch.ones(2, kv.num_kv_heads, *kv.k.shape[:2], device=kv.device).permute(0, 2, 3, 1)
     return KVCache.from_pair(
-        *(torch.zeros(kv.k.shape, device=kv.device).to(dtype) for _ in range(2)),
+        *(torch.zeros(shape, device=kv.device).to(dtype) for _ in range(2)),
         k_scale=scales[0],
         v_scale=scales[1],
     )
+
+
+def check_int4(stored: Tensor, words: Tensor, x: Tensor) -> None:
+    """Compares rows of an int4 cache, [heads, head_dim / 2], and their scales with the exact numbers."""
+    bits = words.contiguous().view(torch.int32)
+    zero_points, scales = (bits & 15).double(), (bits & ~15).view(torch.float32).double()
+    smallest, largest = x.amin(-1), x.amax(-1)
+    wanted = ((largest - smallest) / 15).clamp_min(1e-6)
+    torch.testing.assert_close(scales, wanted, rtol=2e-5, atol=0)
+    assert ((zero_points - (-smallest / wanted).clamp(0, 15)).abs() <= 0.501).all()
+    numbers = torch.stack([stored & 15, stored >> 4], dim=-1).flatten(-2).double()
+    wanted_numbers = (x / wanted[:, None] + zero_points[:, None]).clamp(0, 15)
+    assert ((numbers - wanted_numbers).abs() <= 0.502).all()
 
 
 def check_token_scaled(problem: Problem, kv: KVCache, has_q: bool = True, rotation: bool = False) -> None:
@@ -258,6 +274,9 @@ def check_token_scaled(problem: Problem, kv: KVCache, has_q: bool = True, rotati
             continue
         at = divmod(slot, kv.page_size)
         for of_cache, scales, x in ((k_cache, k_scales, k[i]), (v_cache, v_scales, v[i].double())):
+            if kv.dtype == torch.uint8:
+                check_int4(of_cache[at], scales[at], x)
+                continue
             scale = (x.abs().amax(-1) / LARGEST[kv.dtype]).clamp_min(1e-6)
             torch.testing.assert_close(scales[at].double(), scale, rtol=2e-5, atol=0)
             got = of_cache[at].double() * scales[at].double()[:, None]

@@ -302,7 +302,7 @@ class DeviceAttention:
                 attention.head_dim,
                 self._levels[0].table.page_size,
                 len(self._levels),
-                kv.v.shape[3],
+                attention.head_dim_v,
             ),
             attention.head_dim**-0.5 if sm_scale is None else sm_scale,
             *of_dtypes,

@@ -19,7 +19,8 @@ from torch import Tensor
 from attn_backend import Attention, BSRView, KVCache, PageTable, Variant
 
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-TOKEN_DTYPES = (torch.float8_e4m3fn, torch.int8)  # of caches with a scale for each token and head
+INT4 = "int4"
+TOKEN_DTYPES = (torch.float8_e4m3fn, torch.int8, INT4)  # of caches with a scale for each token and head
 SCALES = ("number", "tensor", "head", "request", "request and head")
 Q_SCALES = ("number", "tensor", "head")
 TOLERANCE = 4e-3  # ||o - ref|| / ||ref||
@@ -101,30 +102,57 @@ class Needle:
         return float((out[:, 0].double() / self.VALUE - self.expected).abs().max())
 
 
-def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """An 8-bit copy with the same strides, including the memory between its elements."""
+def rounded(tensor: Tensor, dtype: torch.dtype | str) -> Tensor:
+    """An 8-bit copy with the same strides, including the memory between its elements. int4: half as many
+    bytes.
+    """
     storage = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
-    return stored(storage, dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    shape, strides, offset = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
+    numbers = stored(storage, dtype)
+    if dtype == INT4:
+        pairs = stored(tensor, dtype).unflatten(-1, (-1, 2))
+        shape[-1] //= 2
+        if all(size == 1 or stride % 2 == 0 for size, stride in zip(shape[:-1], strides, strict=False)):
+            strides, offset = [*(stride // 2 for stride in strides[:-1]), 1], offset // 2
+        numbers.fill_(99).as_strided(shape, strides, offset).copy_(pairs[..., 0] | pairs[..., 1] << 4)
+    return numbers.as_strided(shape, strides, offset)
 
 
-def stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The elements in 8 bits; int8 elements are INT8_FACTOR times as large, and NaN becomes a number."""
+def stored(tensor: Tensor, dtype: torch.dtype | str) -> Tensor:
+    """The elements in 8 bits; int8 elements are INT8_FACTOR times as large, and NaN becomes a number. int4
+    elements are one of uint8 each, around 7.5.
+    """
+    if dtype == INT4:
+        numbers = tensor.float() * INT4_FACTOR + 7.5
+        return numbers.round().clamp(0, 15).nan_to_num(15).to(torch.uint8)
+    assert isinstance(dtype, torch.dtype)
     if dtype != torch.int8:
         return tensor.to(dtype)
     return (tensor.float() * INT8_FACTOR).round().clamp(-127, 127).nan_to_num(99).to(dtype)
 
 
+def split_int4(scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales of an int4 cache, and their zero points."""
+    bits = scales.contiguous().view(torch.int32)
+    return (bits & ~15).view(torch.float32), bits & 15
+
+
 INT8_FACTOR = 40.0
+INT4_FACTOR = 4.0
 
 
-def token_scales(kv: KVCache, slots: list[Tensor], dtype: torch.dtype, seed: int) -> Tensor:
+def token_scales(kv: KVCache, slots: list[Tensor], dtype: torch.dtype | str, seed: int) -> Tensor:
     """Scales of the tokens in `slots`, [pages, page_size, heads] in an order of the dimensions that the seed
     chooses. Scales of other tokens are NaN or infinite. dtype: of the elements.
     """
     rng = numpy.random.default_rng([seed, 88])
     shape = kv.k.shape[:3]
     values = torch.from_numpy(rng.uniform(0.2, 1.5, shape)).float()
-    values /= INT8_FACTOR if dtype == torch.int8 else 1.0
+    values /= INT8_FACTOR if dtype == torch.int8 else INT4_FACTOR if dtype == INT4 else 1.0
+    if dtype == INT4:
+        zero_points = torch.from_numpy(rng.integers(4, 12, shape, dtype=numpy.int32))
+        zero_points[:, :, 0] = torch.from_numpy(rng.integers(0, 16, shape[:2], dtype=numpy.int32))
+        values = (values.view(torch.int32) & ~15 | zero_points).view(torch.float32)
     used = torch.zeros(shape[0] * shape[1], dtype=torch.bool)
     for own in slots:
         used[own.cpu()] = True
@@ -137,7 +165,7 @@ def token_scales(kv: KVCache, slots: list[Tensor], dtype: torch.dtype, seed: int
 
 
 def rounded_cache(
-    kv: KVCache, dtype: torch.dtype, k_scale: Tensor | float | None, v_scale: Tensor | float | None
+    kv: KVCache, dtype: torch.dtype | str, k_scale: Tensor | float | None, v_scale: Tensor | float | None
 ) -> KVCache:
     return KVCache.from_pair(rounded(kv.k, dtype), rounded(kv.v, dtype), k_scale=k_scale, v_scale=v_scale)
 
@@ -157,7 +185,7 @@ class Float8Case:
         self,
         spec: cases.Spec,
         device: torch.device | str,
-        dtype: torch.dtype,
+        dtype: torch.dtype | str,
         k_form: str = "number",
         v_form: str = "number",
         q_form: str | None = None,
@@ -225,7 +253,11 @@ class Float8Case:
     def _represented(self, rows: Tensor, scale: Tensor | float | None, request: int, slots: Tensor) -> Tensor:
         """The values of a request's rows [tokens, heads, columns] in these slots."""
         if isinstance(scale, Tensor) and scale.ndim == 3:
-            return rows * scale.double().cpu().flatten(0, 1)[slots][:, :, None]
+            of_rows = scale.cpu().flatten(0, 1)[slots][:, :, None]
+            if self.dtype == INT4:
+                of_rows, zero_points = split_int4(of_rows)
+                rows = rows - zero_points
+            return rows * of_rows.double()
         return rows * scale_of(scale, request, self.case.spec.num_kv_heads)[:, None]
 
     def is_multiplied(self) -> bool:
@@ -264,7 +296,8 @@ class Float8Case:
         )
         if self.options.get("token_scales"):
             tolerance = ROUNDED_TOLERANCE if self.case.spec.dtype == torch.bfloat16 else TOLERANCE
-            tolerances = (tolerance, lse_tolerance_of_rounded_k(self.case.spec))
+            largest = 2 if self.dtype == INT4 else 1  # zero points of some rows are far from their numbers
+            tolerances = (tolerance, largest * lse_tolerance_of_rounded_k(self.case.spec))
         elif variant is not None:
             tolerances = (None, lse_tolerance_of_transforms(self.case, variant, self.case.spec.dtype))
         case_tensors.check(self.case, out, lse, expected, *tolerances)

@@ -13,7 +13,7 @@ import cpu_isa
 import pytest
 import torch
 from append_problems import HEADS, LARGEST, check_token_scaled, random_problem, token_scaled
-from float8_cases import ROUNDED_TOLERANCE, TOKEN_DTYPES, Float8Case
+from float8_cases import INT4, ROUNDED_TOLERANCE, TOKEN_DTYPES, Float8Case, split_int4
 from tiers import mostly_slow
 from torch import Tensor
 from variant_fuzz.catalogue import by_reference
@@ -37,10 +37,13 @@ def run(problem: Float8Case, **options: object) -> None:
 
 def random_case(seed: int, device: torch.device) -> Float8Case:
     spec = cases.random_spec(seed, device.type)
+    dtype = TOKEN_DTYPES[seed // 2 % 3]
     spec = spec.with_(head_dim=(64, 72, 128, 256)[seed % 4], strided=spec.strided and device.type == "cpu")
+    if dtype == INT4:
+        spec = spec.with_(head_dim=(64, 96, 128, 256)[seed % 4])
     if spec.dtype == torch.float32 and device.type == "cuda":
         spec = spec.with_(dtype=torch.bfloat16)
-    return Float8Case(spec, device, TOKEN_DTYPES[seed // 2 % 2], "token", "token")
+    return Float8Case(spec, device, dtype, "token", "token")
 
 
 @pytest.mark.parametrize("block", mostly_slow(range(10), fast=2))
@@ -82,7 +85,7 @@ def test_sinks_and_chunks(device: torch.device, kernel: str | None) -> None:
 @pytest.mark.parametrize("dtype", TOKEN_DTYPES, ids=str)
 @pytest.mark.parametrize("interprets", [False, True])
 def test_variants_see_scaled_rows(
-    dtype: torch.dtype, interprets: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype | str, interprets: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where no C++ compiler is found. The variant transforms K."""
     if interprets:
@@ -101,9 +104,16 @@ def test_variants_see_scaled_rows(
 
 
 def engine_cache(
-    dtype: torch.dtype, pages: int, page_size: int, head_dim: int, layout: str, device: torch.device = CPU
+    dtype: torch.dtype | str,
+    pages: int,
+    page_size: int,
+    head_dim: int,
+    layout: str,
+    device: torch.device = CPU,
 ) -> KVCache:
     """vLLM's: a row is K, its scale, V, its scale (_ensure_scale_caches() of its triton_attn.py)."""
+    if not isinstance(dtype, torch.dtype):
+        dtype, head_dim = torch.uint8, head_dim // 2
     inner = (page_size, HEADS) if layout == "NHD" else (HEADS, page_size)
     rows = torch.zeros(pages, *inner, 2 * (head_dim + 4), dtype=torch.int8, device=device)
     if layout == "HND":
@@ -113,11 +123,19 @@ def engine_cache(
     return KVCache.from_pair(k.view(dtype), v.view(dtype), k_scale=k_scale, v_scale=v_scale)
 
 
-def engine_rounds(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def engine_rounds(x: Tensor, dtype: torch.dtype | str) -> tuple[Tensor, Tensor]:
     """What vLLM writes for x, [tokens, heads, head_dim], and the scales
-    (_reshape_cache_per_token_head of its triton_reshape_and_cache_flash.py).
+    (_reshape_cache_per_token_head of its triton_reshape_and_cache_flash.py). int4: unpacked, and the scales
+    with their zero points (its int4_per_token_head.py).
     """
-    x, largest = x.float(), LARGEST[dtype]
+    x = x.float()
+    if not isinstance(dtype, torch.dtype):
+        scales = ((x.amax(-1) - x.amin(-1)) / 15).clamp_min(1e-6)
+        zero_points = (-x.amin(-1) / scales + 0.5).floor().clamp(0, 15)
+        numbers = (x * (1.0 / scales[..., None]) + zero_points[..., None] + 0.5).floor().clamp(0, 15)
+        words = scales.view(torch.int32) & ~15 | zero_points.int()
+        return numbers.to(torch.uint8), words.view(torch.float32)
+    largest = LARGEST[dtype]
     scales = (x.abs().amax(-1) / largest).clamp_min(1e-6)
     scaled = x * (1.0 / scales[..., None])
     if dtype == torch.int8:
@@ -135,11 +153,17 @@ def steps_apart(a: Tensor, b: Tensor) -> Tensor:
     return (order(a) - order(b)).abs()
 
 
+def stored_numbers(of_cache: Tensor, dtype: torch.dtype | str) -> Tensor:
+    if dtype == INT4:
+        return torch.stack([of_cache & 15, of_cache >> 4], -1).flatten(-2)
+    return of_cache
+
+
 @pytest.mark.parametrize("dtype", TOKEN_DTYPES, ids=str)
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_append_writes_what_the_engine_writes(
-    device: torch.device, dtype: torch.dtype, source: torch.dtype, layout: str
+    device: torch.device, dtype: torch.dtype | str, source: torch.dtype, layout: str
 ) -> None:
     if device.type == "cuda" and source == torch.float32:
         pytest.skip("no float32 on CUDA")
@@ -149,6 +173,7 @@ def test_append_writes_what_the_engine_writes(
         (torch.randn(40, HEADS, 64, generator=generator) * magnitudes).to(device, source) for _ in range(2)
     )
     k[7] = 0
+    v[9], v[11] = v[9].abs() + 3, -v[11].abs() - 3  # zero points that are limited
     slots = torch.randperm(80, generator=generator)[:40].to(device)
     slots[3], slots[5] = -1, 80
     q = torch.randn(40, 2, 64, generator=generator).to(device, source)
@@ -160,8 +185,17 @@ def test_append_writes_what_the_engine_writes(
     for x, name in ((k, "k"), (v, "v")):
         of_cache, scales = (getattr(caches[0], which) for which in (name, f"{name}_scale"))
         wanted, wanted_scales = engine_rounds(x[written], dtype)
-        torch.testing.assert_close(scales[page, place], wanted_scales, rtol=3e-7, atol=0)
-        apart = steps_apart(of_cache[page, place], wanted)
+        rtol = 3e-7
+        if dtype == INT4:
+            (got, zero_points), (wanted_scales, wanted_zeros) = map(
+                split_int4, (scales[page, place], wanted_scales)
+            )
+            assert (zero_points - wanted_zeros).abs().max() <= 1
+            assert (zero_points != wanted_zeros).float().mean() <= 0.02
+            torch.testing.assert_close(got, wanted_scales, rtol=3e-6, atol=0)
+        else:
+            torch.testing.assert_close(scales[page, place], wanted_scales, rtol=rtol, atol=0)
+        apart = steps_apart(stored_numbers(of_cache[page, place], dtype), wanted)
         assert apart.max() <= 1
         assert (apart == 1).float().mean() <= 0.01  # ties, and numbers next to them
         others = torch.ones(5, 16, dtype=torch.bool, device=device)
@@ -173,7 +207,7 @@ def test_append_writes_what_the_engine_writes(
 
 
 @pytest.mark.parametrize("dtype", TOKEN_DTYPES, ids=str)
-def test_the_layout_of_the_engine(dtype: torch.dtype) -> None:
+def test_the_layout_of_the_engine(dtype: torch.dtype | str) -> None:
     """Rows of 4 * n bytes, appended and read on a CPU."""
     generator = torch.Generator().manual_seed(1)
     k, v = torch.randn(2, 70, HEADS, 64, generator=generator).bfloat16()
@@ -190,7 +224,7 @@ def test_the_layout_of_the_engine(dtype: torch.dtype) -> None:
         *(x.double().transpose(0, 1) for x in (q, k, v)),
         attn_mask=torch.arange(70)[None] <= torch.arange(67, 70)[:, None],
     ).transpose(0, 1)
-    assert (out.double() - exact).norm() <= 0.04 * exact.norm()
+    assert (out.double() - exact).norm() <= (0.2 if dtype == INT4 else 0.04) * exact.norm()
 
 
 @pytest.mark.parametrize("block", mostly_slow(range(6), fast=2))
@@ -199,7 +233,10 @@ def test_fused_append(device: torch.device, block: int) -> None:
     for seed in range(10 * block, 10 * (block + 1)):
         source = (torch.bfloat16, torch.float16, torch.float32)[seed % (2 if device.type == "cuda" else 3)]
         problem = random_problem(seed, source, device)
-        kv = token_scaled(problem.kv, TOKEN_DTYPES[seed % 2])
+        dtype = TOKEN_DTYPES[seed // 2 % 3]
+        if dtype == INT4 and problem.kv.head_dim % 32:
+            continue
+        kv = token_scaled(problem.kv, dtype)
         append_qkv(
             *(problem.q, problem.k, problem.v, kv, problem.slots),
             rotary=problem.rotary,
@@ -274,9 +311,22 @@ REFUSED = {
         "kv_dtype": torch.int8,
         "token_scales": False,
     },
-    r"kv_dtype is None, must be torch.float8_e4m3fn or torch.int8 with token_scales=True": {},
-    r"kv_dtype is torch.float8_e5m2, must be torch.float8_e4m3fn or": {"kv_dtype": torch.float8_e5m2},
-    r"kv_dtype is torch.uint8, must be torch.float8_e4m3fn or": {"kv_dtype": torch.uint8},
+    r"kv_dtype is None, must be torch.float8_e4m3fn, torch.int8 or 'int4' with token_scales=True": {},
+    r"kv_dtype is torch.float8_e5m2, must be torch.float8_e4m3fn, ": {"kv_dtype": torch.float8_e5m2},
+    r"kv_dtype is torch.uint8, must be torch.float8_e4m3fn, ": {"kv_dtype": torch.uint8},
+    r"head_dim_v is 48, must be a multiple of 32 with kv_dtype='int4'": {
+        "kv_dtype": INT4,
+        "head_dim_v": 48,
+        "token_scales": False,
+    },
+    r"kv_dtype is 'int3', must be a torch.dtype, 'int4' or None": {
+        "kv_dtype": "int3",
+        "token_scales": False,
+    },
+    r"q_dtype is torch.int8, must be None, dtype = torch.bfloat16": {
+        "kv_dtype": INT4,
+        "q_dtype": torch.int8,
+    },
     r"q_dtype is torch.float8_e4m3fn, must be None or dtype = torch.bfloat16 with token_scales=True": {
         "kv_dtype": torch.float8_e4m3fn,
         "q_dtype": torch.float8_e4m3fn,
@@ -320,7 +370,7 @@ def test_refused_runs_and_appends() -> None:
         append_kv(q, q, KVCache.from_pair(kv.k, kv.v, k_scale=one, v_scale=one), slots)
     with pytest.raises(ValueError, match=r"kv\.v_scale is None or of another shape, must be one for each"):
         append_kv(q, q, KVCache.unchecked(kv.k, kv.v, kv.k_scale, None), slots)
-    with pytest.raises(ValueError, match=r"kv\.k\.dtype is float8_e5m2, must be float8_e4m3fn or int8"):
+    with pytest.raises(ValueError, match=r"kv\.k\.dtype is float8_e5m2, must be float8_e4m3fn, int8 or"):
         append_kv(
             q, q, KVCache.unchecked(*torch.zeros(2, 2, 16, HEADS, 64).to(torch.float8_e5m2), one, one), slots
         )

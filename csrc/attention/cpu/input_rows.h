@@ -71,7 +71,8 @@ struct CacheRows {
     }
   }
 
-  /// Widens a row of the cache or of Q from a type of 8 bits. `scale`: multiplies its numbers before they are rounded.
+  /// Widens a row of the cache or of Q from a type of 8 bits or 4. `scale`: multiplies its numbers before they are
+  /// rounded; of an int4 cache, it is an Int4Scale as stored.
   static void widen_row(const void* row, DataType dtype, int columns, Element* to, float scale = 1.0f) {
     switch (dtype) {
       case DataType::kFloat8E4M3:
@@ -80,6 +81,8 @@ struct CacheRows {
         return widen_numbers(static_cast<const Float8E5M2*>(row), columns, to, scale);
       case DataType::kInt8:
         return widen_numbers(static_cast<const Int8*>(row), columns, to, scale);
+      case DataType::kInt4:
+        return widen_int4(static_cast<const uint8_t*>(row), columns, to, Int4Scale(scale));
       case DataType::kScaledLatent:
         return widen_latent(static_cast<const char*>(row), columns, to);
       case DataType::kFloat32:
@@ -115,6 +118,15 @@ struct CacheRows {
   static void widen_numbers(const Narrow* row, int columns, Element* to, float scale) {
     alignas(64) float values[kMaxHeadDim];
     for (int j = 0; j < columns; ++j) values[j] = to_float(row[j]) * scale;
+    for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
+  }
+
+  static void widen_int4(const uint8_t* row, int columns, Element* to, const Int4Scale& scale) {
+    alignas(64) float values[kMaxHeadDim];
+    for (int j = 0; j < columns / 2; ++j) {
+      values[2 * j] = static_cast<float>((row[j] & 15) - scale.zero_point) * scale.scale;
+      values[2 * j + 1] = static_cast<float>((row[j] >> 4) - scale.zero_point) * scale.scale;
+    }
     for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
   }
 

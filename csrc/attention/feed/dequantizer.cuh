@@ -145,14 +145,22 @@ class InPlaceDequantizer {
     ptx::mbarrier_wait(barrier(load), load / kStoredBarriers & 1);
     char* const tile = shared_.kv(part);
     if constexpr (Traits::Shape::kQk == Traits::Shape::kV) {
-      dequantize_rows<KTile<Traits>, WgmmaKTile<Traits>>(tile, part);
+      dequantize_share<KTile<Traits>, WgmmaKTile<Traits>>(tile, part);
     } else if (share_.is_v) {
-      dequantize_rows<VTile<Traits>, WgmmaVTile<Traits>>(tile, part);
+      dequantize_share<VTile<Traits>, WgmmaVTile<Traits>>(tile, part);
     } else {
-      dequantize_rows<KTile<Traits>, WgmmaKTile<Traits>>(tile, part);
+      dequantize_share<KTile<Traits>, WgmmaKTile<Traits>>(tile, part);
     }
     ptx::fence_async_proxy();  // before wgmma reads it, and TMA writes it again
     arrive_full(part);
+  }
+
+  template <class Stored, class Wide>
+  __device__ __forceinline__ void dequantize_share(char* tile, int part) const {
+    if constexpr (Traits::kIsInt4)
+      dequantize_int4_rows<Stored, Wide>(tile, part);
+    else
+      dequantize_rows<Stored, Wide>(tile, part);
   }
 
   /// A lane takes whole rows: no other lane reads what it writes over. Eight lanes access a chunk of eight rows, in
@@ -177,7 +185,8 @@ class InPlaceDequantizer {
     }
     const auto read = [&](uint32_t piece, int chunk) {
       return *reinterpret_cast<const uint4*>(tile + (piece ^ chunk % 8 << 4) +
-                                             target_block(chunk / 8, true, kBlocks) * Stored::kBlockBytes);
+                                             target_block<typename Stored::Element>(chunk / 8, true, kBlocks) *
+                                                 Stored::kBlockBytes);
     };
     uint32_t piece = Wide::offset(share_.first_token + ptx::lane_id(), 0);
     uint4 bytes[kAhead];
@@ -197,6 +206,33 @@ class InPlaceDequantizer {
         if constexpr (kHasScales) scale = kLaneRows > 1 && i > 0 ? scales[kLaneRows - 1] : scales[0];
         store_sixteen<typename Wide::Element, typename Stored::Element>(
             tile, (piece ^ chunk % 4 << 5) + chunk / 4 * Wide::kBlockBytes, now, scale);
+      }
+    }
+  }
+
+  /// The same for Int4. The one stored block lies in the last that it becomes, so that one chunk read ahead is enough.
+  template <class Stored, class Wide>
+  __device__ __forceinline__ void dequantize_int4_rows(char* tile, int part) const {
+    constexpr int kChunks = Wide::kBlocks * 2;  // of a row, of 32 numbers
+    static_assert(Share::kTokens % 32 == 0 && Stored::kBlocks == 1 && kChunks <= 8 &&
+                  Stored::kRowBytes == Wide::kRowBytes);
+#pragma unroll 1
+    for (int i = 0; i < kLaneRows; ++i) {
+      const int number = ptx::lane_id() + 32 * i;
+      const Int4Factors of_row(ptx::load_word(share_.token_scale(shared_, part, number)));
+      const uint32_t row = Wide::offset(share_.first_token + number, 0);
+      const auto read = [&](int chunk) {
+        return *reinterpret_cast<const uint4*>(tile + (row ^ chunk << 4) + (Wide::kBlocks - 1) * Wide::kBlockBytes);
+      };
+      uint4 next = read(0);
+#pragma unroll 2
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        const uint32_t words[4] = {next.x, next.y, next.z, next.w};
+        if (chunk + 1 < kChunks) next = read(chunk + 1);
+#pragma unroll
+        for (int w = 0; w < 4; ++w)
+          *reinterpret_cast<uint4*>(tile + (row ^ (chunk % 2 * 4 + w) << 4) + chunk / 2 * Wide::kBlockBytes) =
+              dequantize_int4<typename Wide::Element>(words[w], of_row);
       }
     }
   }

@@ -22,8 +22,10 @@
 namespace attn::feed {
 
 /// The block of a tile's memory to which a stored block is loaded. `spreads`: to be dequantized there; `wide_blocks`:
-/// of the dequantized tile.
+/// of the dequantized tile. Int4 has one stored block.
+template <class Stored>
 __device__ __forceinline__ int target_block(int block, bool spreads, int wide_blocks) {
+  if constexpr (is_same<Stored, Int4>) return spreads ? wide_blocks - 1 : block;
   return spreads ? min_of(2 * block + 1, wide_blocks - 1) : block;
 }
 
@@ -162,8 +164,9 @@ struct BoxCopier {
 #pragma unroll
     for (int block = kFirst; block < kEnd; ++block) {
       if (block >= share.blocks()) break;
-      ptx::copy_box(target + target_block(block, spreads, share.wide_blocks()) * Tile::kBlockBytes, map, full,
-                    block * Tile::kBoxColumns, box.row, head, box.page, policy);
+      ptx::copy_box(
+          target + target_block<typename Tile::Element>(block, spreads, share.wide_blocks()) * Tile::kBlockBytes, map,
+          full, block * Tile::kBoxColumns, box.row, head, box.page, policy);
     }
     if constexpr (kHasTokenScales) {
       if (params.scales_lie_together())
@@ -288,8 +291,9 @@ struct RowCopier {
 #pragma unroll
     for (int block = kFirst; block < kEnd; ++block) {
       if (block >= share.blocks()) break;
-      ptx::copy_box(target + target_block(block, stored != 0, share.wide_blocks()) * Tile::kBlockBytes,
-                    share.is_v ? params.v : params.k, full, block * Tile::kBoxColumns, rows.first, head, 0, policy);
+      ptx::copy_box(
+          target + target_block<typename Tile::Element>(block, stored != 0, share.wide_blocks()) * Tile::kBlockBytes,
+          share.is_v ? params.v : params.k, full, block * Tile::kBoxColumns, rows.first, head, 0, policy);
     }
   }
 
@@ -309,8 +313,9 @@ struct RowCopier {
         ptx::shared_address(shared.kv(part)) + Tile::offset(share.first_token + lane / Pieces::kChunks, chunk);
     if constexpr (Traits::kDequantizesInFeed) {
       static_assert(Pieces::kPieces == 1, "a lane's chunks are in one block");
-      target += (target_block(chunk / 8, spreads, ceil_div(Tile::kHeadColumns, kBlockColumns)) - chunk / 8) *
-                Tile::kBlockBytes;
+      using Stored = typename Tile::Element;
+      constexpr int kWideBlocks = ceil_div(Tile::kHeadColumns * (is_same<Stored, Int4> ? 2 : 1), kBlockColumns);
+      target += (target_block<Stored>(chunk / 8, spreads, kWideBlocks) - chunk / 8) * Tile::kBlockBytes;
     }
 #pragma unroll
     for (int batch = 0; batch < KvShare<Traits>::kTokens; batch += kBatch * kRowsPerPass) {

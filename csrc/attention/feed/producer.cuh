@@ -83,9 +83,10 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
   typename Shared::KvPlace place = typename Shared::KvPlace{}.ahead(share.part);
   const int32_t flags = cursor.now.flags;
   // The pairs of a row tile are consecutive. RowCopier lacks the registers to keep the tile and reloads it, and so does
-  // what dequantizes wider heads.
-  constexpr bool kReloads =
-      Copier::kGathers || (Traits::kDequantizesInFeed && !leaves_registers(Traits::Shape::kDims.widest()));
+  // what dequantizes wider heads or int4.
+  constexpr bool kHasFewRegisters =
+      !leaves_registers(Traits::Shape::kDims.widest()) || (Traits::kIsInt4 && Traits::Shape::kDims.widest() > 64);
+  constexpr bool kReloads = Copier::kGathers || (Traits::kDequantizesInFeed && kHasFewRegisters);
   WorkQueue<Traits> queue(params, shared);
   if (flags & kUsesQueue) queue.begin(cursor);
   const auto load_tile = [&] {

@@ -10,7 +10,7 @@ namespace attn::feed {
 
 /// A tile of rows in shared memory, as TMA writes it and wgmma reads it: blocks of 64 columns (128 of a byte each), one
 /// after another. In a block the eight 16-byte chunks of a row are permuted (chunk ^ row % 8).
-/// kHeadColumns: of a head; a row may have room for more (tile_row_bytes()).
+/// kHeadColumns: of a head, of Int4 its bytes; a row may have room for more (tile_row_bytes()).
 template <class Element_, int kHeadColumns_, int kRows>
 struct SwizzledTile : PermutedRows<SwizzledTile<Element_, kHeadColumns_, kRows>> {
   using Element = Element_;
@@ -56,10 +56,12 @@ template <class Traits>
 using QTile = SwizzledTile<typename Traits::QueryElement, Traits::Shape::kQk, Traits::kTuning.q_rows()>;
 
 template <class Traits>
-using KTile = SwizzledTile<typename Traits::KvElement, Traits::Shape::kQk, Traits::kTuning.kv_tile>;
+using KTile = SwizzledTile<typename Traits::KvElement, stored_columns<typename Traits::KvElement>(Traits::Shape::kQk),
+                           Traits::kTuning.kv_tile>;
 
 template <class Traits>
-using VTile = SwizzledTile<typename Traits::KvElement, Traits::Shape::kV, Traits::kTuning.kv_tile>;
+using VTile = SwizzledTile<typename Traits::KvElement, stored_columns<typename Traits::KvElement>(Traits::Shape::kV),
+                           Traits::kTuning.kv_tile>;
 
 // K and V as wgmma takes them: of an 8-bit cache, dequantized.
 template <class Traits>

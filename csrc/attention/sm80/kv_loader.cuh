@@ -33,10 +33,10 @@ template <class Traits>
 using OTile = SharedTile<typename Traits::OutElement, Traits::Shape::kV>;
 
 template <class Traits>
-using KTile = SharedTile<typename Traits::KvElement, Traits::Shape::kQk>;
+using KTile = SharedTile<typename Traits::KvElement, stored_columns<typename Traits::KvElement>(Traits::Shape::kQk)>;
 
 template <class Traits>
-using VTile = SharedTile<typename Traits::KvElement, Traits::Shape::kV>;
+using VTile = SharedTile<typename Traits::KvElement, stored_columns<typename Traits::KvElement>(Traits::Shape::kV)>;
 
 /// K and V as they are multiplied. kDequantizesInTiles: they have been dequantized to other tiles before.
 template <class Traits>

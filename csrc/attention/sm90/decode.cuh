@@ -4,7 +4,8 @@
 //
 // Over an 8-bit cache, a warp dequantizes its tokens in registers. TokenScales multiply scores and probabilities. If a
 // variant transforms them, the producer has dequantized them in the ring (dequantizer.cuh). The warp transforms and
-// multiplies them there.
+// multiplies them there. Of an int4 cache it multiplies the numbers as they are stored, and subtracts zero points from
+// the sums.
 #pragma once
 
 #include "attention/sm90/consumer.cuh"
@@ -28,6 +29,7 @@ struct DecodeSwitches {
   static constexpr bool kMultipliesIntegers =                          // int8 caches, if registers hold Q
       kDequantizesInRegisters && is_same<typename Traits::KvElement, Int8> &&
       leaves_registers(max_of(Traits::Shape::kQkMultiplied, Traits::kVColumns));
+  static constexpr bool kIsInt4 = kDequantizesInRegisters && Traits::kIsInt4;
   static constexpr bool kMayKeepSums = !kHasTokenScales || Traits::Shape::kQk <= 64;  // registers are few
   static constexpr bool kSharesTiles = SharedMemory<Traits>::kParts == 2;  // KV tiles of 128 tokens: narrow heads
 };
@@ -43,12 +45,14 @@ struct Decode {
   using Query = QTile<Traits>;
   using Keys = typename Conditional<Switches::kDequantizesInRegisters, KTile<Traits>, WgmmaKTile<Traits>>::Type;
   using Values = typename Conditional<Switches::kDequantizesInRegisters, VTile<Traits>, WgmmaVTile<Traits>>::Type;
-  using Held =
+  using Held = typename Conditional<
+      Switches::kIsInt4, Int4Query<Element, Query, Traits::Shape::kQkMultiplied>,
       typename Conditional<Switches::kMultipliesIntegers, IntegerQuery<Element, Query, Traits::Shape::kQkMultiplied>,
-                           HeldQuery<Element, Query, Traits::Shape::kQkMultiplied, Traits::kVColumns>>::Type;
+                           HeldQuery<Element, Query, Traits::Shape::kQkMultiplied, Traits::kVColumns>>::Type>::Type;
+  static constexpr int kMoreBlocks = Switches::kIsInt4 ? 1 : 0;  // of the state: for zero points
   using State =
       WarpState<typename Conditional<Switches::kDequantizesInRegisters, typename Held::Multiplied, Element>::Type,
-                Traits::kVColumns, 1>;
+                Traits::kVColumns, 1, kMoreBlocks>;
   static constexpr int kQkColumns = Traits::Shape::kQkMultiplied;
   static constexpr int kTileParts = Switches::kDequantizesInRegisters ? Shared::kParts : Shared::kTileParts;
   static constexpr bool kHasSecondStage = kTileParts > Shared::kParts;
@@ -89,7 +93,10 @@ struct Decode {
     if constexpr (Switches::kRewritesQuery)
       rewrite_query<Traits, kSharingThreads>(params, item, shared.q(q_stage), 0, kWarpRows);
     Held held;
-    if constexpr (Switches::kDequantizesInRegisters) held.load(q);
+    if constexpr (Switches::kIsInt4)
+      held.load(q, ptx::shared_address(shared.q(q_stage)));
+    else if constexpr (Switches::kDequantizesInRegisters)
+      held.load(q);
 
     int32_t token = Walk::enter(Walk::first(params, item), rows) + row;
     KvTileStart next{token, false};  // where the next iteration's KV tile begins
@@ -114,7 +121,9 @@ struct Decode {
       float s[1][kTokens / 8][4];
       uint32_t p[1][kTokens / 8][2];
       const uint32_t k = ptx::shared_address(shared.kv(keys.index)) + row * Keys::kRowBytes + Keys::columns_first(lane);
-      if constexpr (Switches::kMultipliesIntegers) {
+      if constexpr (Switches::kIsInt4) {
+        multiply_int4_keys(state, held, s, k, shared.token_scales(keys.index) + warp.first_token * 4);
+      } else if constexpr (Switches::kMultipliesIntegers) {
         held.template scores<kTokens, Keys>(s, k);
       } else if constexpr (Switches::kDequantizesInRegisters) {
         state.template dequantized_scores<kQkColumns, kTokens, Keys, KvElement, Switches::kMayKeepSums>(
@@ -123,7 +132,7 @@ struct Decode {
       } else {
         state.template scores<kQkColumns, kTokens, Query, Keys>(s, q, k);
       }
-      if constexpr (Switches::kHasTokenScales) {
+      if constexpr (Switches::kHasTokenScales && !Switches::kIsInt4) {
         float2 factors[kTokens / 8];
         load_scales(factors, shared.token_scales(keys.index) + warp.first_token * 4);
         multiply_columns(s, factors);
@@ -132,8 +141,15 @@ struct Decode {
       if constexpr (kHasSecondStage) shared.free_kv(keys.ahead(Shared::kParts), kFreedFor);
 
       // P = softmax(S)
-      scores.finish(item, s, 0, token, constants, rows);
-      if constexpr (Switches::kHasTokenScales) {
+      if constexpr (Switches::kIsInt4)
+        scores.finish(item, s, 0, token, scores.constants(item, 0), rows);  // again, to save registers
+      else
+        scores.finish(item, s, 0, token, constants, rows);
+      [[maybe_unused]] uint32_t zero_points[kTokens / 8];
+      if constexpr (Switches::kIsInt4) {
+        shared.wait_kv_full(values);
+        scale_probabilities(state, s, p, shared.token_scales(values.index) + warp.first_token * 4, zero_points);
+      } else if constexpr (Switches::kHasTokenScales) {
         shared.wait_kv_full(values);
         scale_probabilities(state, s, p, shared.token_scales(values.index) + warp.first_token * 4);
       } else if constexpr (Switches::kUsesSoftmax) {
@@ -146,19 +162,24 @@ struct Decode {
       shared.wait_kv_full(values);
       const TokenRange readable{item.readable.begin - token + row, item.readable.end - token + row};  // rows of V
       transform<ValueTransform<Variant>, Values>(item, values.index, row, token);
-      if (token < item.readable.begin || token + kTokens > item.readable.end) {
+      // Every bit pattern of Int4 is a number.
+      if (!Switches::kIsInt4 && (token < item.readable.begin || token + kTokens > item.readable.end)) {
         zero_rows<Values, 32>(shared.kv(values.index), row, row + kTokens, readable.begin, readable.end, lane);
         __syncwarp();
       }
       const uint32_t v =
           ptx::shared_address(shared.kv(values.index)) + row * Values::kRowBytes + Values::rows_first(lane);
-      if constexpr (Switches::kDequantizesInRegisters)
+      if constexpr (Switches::kIsInt4)
+        state.template int4_accumulate<kTokens, Values>(p, zero_points, v);
+      else if constexpr (Switches::kDequantizesInRegisters)
         state.template dequantized_accumulate<kTokens, Values, KvElement>(p, v);
       else
         state.template accumulate<kTokens, Values>(p, v);
       shared.free_kv(values, kFreedFor);
       if constexpr (kHasSecondStage) shared.free_kv(values.ahead(Shared::kParts), kFreedFor);
     }
+
+    if constexpr (Switches::kIsInt4) state.finish_int4();
 
     // Epilogue: the warps' states merge.
     const int halves = item.rows.count <= 8 ? 1 : 2;
@@ -189,14 +210,61 @@ struct Decode {
     }
   }
 
+  /// S = Q K^T over an int4 cache, times K's TokenScales at `scales`.
+  template <int kBlocks>
+  __device__ __forceinline__ static void multiply_int4_keys(const State& state, const Held& held,
+                                                            float (&s)[1][kBlocks][4], uint32_t k, uint32_t scales) {
+    constexpr uint32_t kInteger = 0x4b000000;  // 2^23: integers are its lowest bits
+    float2 factors[kBlocks];
+    load_scales(factors, scales);
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      const uint32_t words[2] = {__float_as_uint(factors[n].x), __float_as_uint(factors[n].y)};
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const float zero_point = __uint_as_float((words[c % 2] & Int4Scale::kZeroPoint) | kInteger) - 0x1p23f;
+        s[0][n][c] = -zero_point * held.sums[c / 2];
+      }
+    }
+    state.template int4_scores<kQkColumns, kTokens, Keys>(s, [&](int d, uint32_t (&a)[4]) { held.get(a, d); }, k);
+    load_scales(factors, scales);  // again, to save registers
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      const float2 of_tokens = make_float2(Int4Scale(factors[n].x).scale, Int4Scale(factors[n].y).scale);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) s[0][n][c] *= (c % 2 == 0 ? of_tokens.x : of_tokens.y) * held.to_score[c / 2];
+    }
+  }
+
+  /// P = softmax(S) times V's TokenScales, and the zero points of an int4 cache, for int4_accumulate().
+  template <int kBlocks>
+  __device__ __forceinline__ static void scale_probabilities(State& state, float (&s)[1][kBlocks][4],
+                                                             uint32_t (&p)[1][kBlocks][2], uint32_t scales,
+                                                             uint32_t (&zero_points)[kBlocks]) {
+    float2 weights[kBlocks];
+    load_scales(weights, scales);
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      zero_points[n] = __byte_perm(__float_as_uint(weights[n].x), __float_as_uint(weights[n].y), 0x5410) &
+                       (Int4Scale::kZeroPoint * 0x10001u);
+      weights[n] = make_float2(Int4Scale(weights[n].x).scale, Int4Scale(weights[n].y).scale);
+    }
+    scale_probabilities(state, s, p, weights);
+  }
+
   /// P = softmax(S) times V's TokenScales. If no row sees a token, its scale may be NaN or infinite. Limits keep such
   /// scales out of P.
   template <int kBlocks>
   __device__ __forceinline__ static void scale_probabilities(State& state, float (&s)[1][kBlocks][4],
                                                              uint32_t (&p)[1][kBlocks][2], uint32_t scales) {
-    constexpr float kSmallest = 1e-30f, kLargest = 1e30f;
     float2 weights[kBlocks];
     load_scales(weights, scales);
+    scale_probabilities(state, s, p, weights);
+  }
+  template <int kBlocks>
+  __device__ __forceinline__ static void scale_probabilities(State& state, float (&s)[1][kBlocks][4],
+                                                             uint32_t (&p)[1][kBlocks][2], float2 (&weights)[kBlocks]) {
+    constexpr float kSmallest = 1e-30f, kLargest = 1e30f;
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n)
       weights[n] =

@@ -87,7 +87,7 @@ inline bool encode_cache(const AttentionParams& params, const LaunchContext& con
   Tensor4d t{};
   t.data = tensor.data;
   t.dtype = context.kv_dtype;
-  t.sizes[0] = static_cast<uint64_t>(columns);
+  t.sizes[0] = static_cast<uint64_t>(stored_columns(columns, context.kv_dtype));
   t.sizes[1] = static_cast<uint64_t>(is_flat ? params.num_pages : params.page_size.divisor);
   t.sizes[2] = static_cast<uint64_t>(params.num_kv_heads);
   t.sizes[3] = static_cast<uint64_t>(is_flat ? 1 : params.num_pages);

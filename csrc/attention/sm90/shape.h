@@ -28,6 +28,9 @@ ATTN_HD constexpr Tuning first_for(const Tuning (&tunings)[kCount], HeadDims dim
   return Tuning{};
 }
 
+/// Whether row tiles of 16 rows over an int4 cache are dequantized in registers (decode.cuh).
+ATTN_HD constexpr bool decodes_int4(HeadDims dims) { return leaves_registers(dims.widest()); }
+
 /// max_parts_in_flight: enough to keep the memory busy. With more, some multiprocessors get more bandwidth than others,
 /// and all wait for the slowest (ADR 18). If stages have no parts, it must be at most kv_stages - 2. Otherwise the
 /// producer could refill a tile while a warpgroup still waits for its old phase.
@@ -199,6 +202,12 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, KvForm kv = 2) {
   if (!kv.has_token_scales) return tuning;
   tuning.has_token_scales = true;
   if (tuning.dequantized_stages == 2) tuning.kv_stages = 8;  // two fewer: there is no room for more
+  if (kv.is_int4 && decodes_int4(dims)) {
+    // In row tiles of 16 rows a warpgroup takes every other KV tile: a warp then has 32 tokens at a time.
+    tuning.stage_parts = 1;
+    tuning.max_parts_in_flight = tuning.kv_stages - 2;
+    if (dims.widest() > 64) tuning.producer_registers = 88;  // consumers need more
+  }
   return tuning;
 }
 
@@ -236,7 +245,9 @@ static_assert(shared_layout(64).bytes <= 227 * 1024 && shared_layout(128).bytes 
                   shared_layout(128, KvForm(1, true)).bytes <= 227 * 1024 &&
                   shared_layout(64, KvForm(1, false, true)).bytes <= 227 * 1024 &&
                   shared_layout(128, KvForm(1, false, true)).bytes <= 227 * 1024 &&
-                  shared_layout(256, KvForm(1, false, true)).bytes <= 227 * 1024,
+                  shared_layout(256, KvForm(1, false, true)).bytes <= 227 * 1024 &&
+                  shared_layout(64, KvForm(1, false, true, true)).bytes <= 227 * 1024 &&
+                  shared_layout(128, KvForm(1, false, true, true)).bytes <= 227 * 1024,
               "a block's limit");
 
 }  // namespace attn::sm90

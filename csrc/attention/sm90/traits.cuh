@@ -24,12 +24,15 @@ struct HopperTraits : Kernel {
                                             multiplies_float8(Shape::kDims) && Kernel::Variant::kUsesSoftmax &&
                                             !Hooks::kQuery && !Kernel::kTransformsCache;
   static constexpr Tuning kTuningOfShape =
-      tuning(Shape::kDims, KvForm(Kernel::StoredElement::kBytes, kMultipliesFloat8, Kernel::Variant::kHasTokenScales));
+      tuning(Shape::kDims, KvForm(Kernel::StoredElement::kBytes, kMultipliesFloat8, Kernel::Variant::kHasTokenScales,
+                                  is_same<typename Kernel::StoredElement, Int4>));
   /// The producer dequantizes tiles of 8-bit caches in the ring (feed/dequantizer.cuh).
   static constexpr bool kDequantizesInFeed = kTuningOfShape.dequantized_stages > 0;
-  /// Also of row tiles for mma.sync, because a variant transforms them. Other tiles for mma.sync stay as they are
-  /// stored, and are dequantized in registers.
-  static constexpr bool kFeedsAll = kDequantizesInFeed && Kernel::kTransformsCache;
+  static constexpr bool kIsInt4 = is_same<typename Kernel::StoredElement, Int4>;
+  /// Also of row tiles for mma.sync, because a variant transforms them, or registers are few. Other tiles for mma.sync
+  /// stay as they are stored, and are dequantized in registers.
+  static constexpr bool kFeedsAll =
+      kDequantizesInFeed && (Kernel::kTransformsCache || (kIsInt4 && !decodes_int4(Shape::kDims)));
   static constexpr bool kDequantizesInRegisters = kDequantizesInFeed ? !kFeedsAll : Kernel::kDequantizesInRegisters;
   /// TokenScales of tiles that are dequantized in registers lie next to them in shared memory.
   static constexpr bool kSharesTokenScales = Kernel::Variant::kHasTokenScales && kDequantizesInRegisters;
@@ -39,7 +42,11 @@ struct HopperTraits : Kernel {
   static constexpr bool kTransformsEarly =
       Kernel::kTransformsCache && !kDequantizesInFeed && kTuningOfShape.stage_parts > 1;
   // The consumers that transform early need more registers than others.
-  static constexpr Tuning kTuning = kTransformsEarly ? with_producer_registers(kTuningOfShape, 72) : kTuningOfShape;
+  static constexpr Tuning kTuning =
+      kTransformsEarly ? with_producer_registers(kTuningOfShape, 72)
+      : kFeedsAll && kIsInt4
+          ? with_parts_in_flight(kTuningOfShape, kTuningOfShape.kv_stages - 2 * kTuningOfShape.dequantized_stages)
+          : kTuningOfShape;
   /// The KV tiles of an item are taken from the last to the first. A bias with a slope mostly grows from token to token
   /// (ALiBi's does): rows then find their maxima among their nearest tokens, and can keep them (prefill.cuh).
   static constexpr bool kTakesLastFirst = kTuning.keeps_maxima && Hooks::kBiasSlope;

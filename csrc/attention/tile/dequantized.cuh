@@ -27,22 +27,31 @@ __device__ __forceinline__ void dequantize_sixteen(const uint4& bytes, float sca
 template <class Stored, class Wide, class Element, class KvElement, int kRows, int kThreads, bool kScales = false>
 __device__ __forceinline__ void dequantize_tile_rows(const char* from, int row, char* to, int to_row, int thread,
                                                      const TokenRange& readable, const float* scales = nullptr) {
-  constexpr int kChunks = ceil_div(Stored::kHeadBytes, 16);  // of 16 elements
+  constexpr int kChunks = ceil_div(Stored::kHeadBytes, 16);  // of 16 elements; of Int4, 32
 #pragma unroll 1
   for (int i = thread; i < kRows * kChunks; i += kThreads) {
     const int row_index = i / kChunks, chunk = i % kChunks;
     uint4 bytes = *reinterpret_cast<const uint4*>(from + Stored::offset(row + row_index, chunk));
     if (row + row_index < readable.begin || row + row_index >= readable.end) bytes = make_uint4(0, 0, 0, 0);
-    const uint32_t target = Wide::offset(to_row + row_index, chunk * 2);
-    uint4 wide[2];
-    if constexpr (kScales) {
-      dequantize_sixteen<Element, KvElement>(bytes, scales[row + row_index], wide);
+    if constexpr (is_same<KvElement, Int4>) {
+      const uint32_t first = Wide::offset(to_row + row_index, chunk * 4);
+      const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+      const Int4Factors of_row(__float_as_uint(scales[row + row_index]));
+#pragma unroll
+      for (int w = 0; w < 4; ++w)
+        *reinterpret_cast<uint4*>(to + (first ^ w << 4)) = dequantize_int4<Element>(words[w], of_row);
     } else {
-      wide[0] = dequantize_eight<Element, KvElement>(make_uint2(bytes.x, bytes.y));
-      wide[1] = dequantize_eight<Element, KvElement>(make_uint2(bytes.z, bytes.w));
+      const uint32_t target = Wide::offset(to_row + row_index, chunk * 2);
+      uint4 wide[2];
+      if constexpr (kScales) {
+        dequantize_sixteen<Element, KvElement>(bytes, scales[row + row_index], wide);
+      } else {
+        wide[0] = dequantize_eight<Element, KvElement>(make_uint2(bytes.x, bytes.y));
+        wide[1] = dequantize_eight<Element, KvElement>(make_uint2(bytes.z, bytes.w));
+      }
+      *reinterpret_cast<uint4*>(to + target) = wide[0];
+      *reinterpret_cast<uint4*>(to + (target ^ 16)) = wide[1];
     }
-    *reinterpret_cast<uint4*>(to + target) = wide[0];
-    *reinterpret_cast<uint4*>(to + (target ^ 16)) = wide[1];
   }
 }
 

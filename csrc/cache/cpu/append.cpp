@@ -143,6 +143,7 @@ class TokenWriter {
                     const TokenScales& token_scales) {
     using Other = OtherElement<Element>;
     const int64_t at = cache.element(place, head);
+    if (p_.scales.element == DataType::kInt4) return store_int4(cache.data, at, place, head, token_scales);
     float scale = scales.of(0, head);
     if (token_scales.exist()) {
       float largest = 0.0f;
@@ -165,8 +166,22 @@ class TokenWriter {
       case DataType::kInt8:
         return store<Int8>(cache.data, at, divide);
       case DataType::kScaledLatent:
-        return;  // its rows are not heads
+      case DataType::kInt4:
+        return;  // their rows are not numbers one after another
     }
+  }
+
+  void store_int4(const void* data, int64_t at, SlotPlace place, int32_t head, const TokenScales& token_scales) const {
+    float smallest = head_[0], largest = head_[0];
+    for (const float x : head_) {
+      smallest = std::fmin(smallest, x);
+      largest = std::fmax(largest, x);
+    }
+    const Int4Quantizer quantizer(smallest, largest);
+    token_scales.write(place, head, quantizer.scale.stored());
+    uint8_t* const to = static_cast<uint8_t*>(const_cast<void*>(data)) + at;
+    for (size_t i = 0; i < head_.size() / 2; ++i)
+      to[i] = static_cast<uint8_t>(quantizer.code(head_[2 * i]) | quantizer.code(head_[2 * i + 1]) << 4);
   }
 
   const QkvParams& p_;
