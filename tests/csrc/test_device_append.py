@@ -472,7 +472,8 @@ def test_rotated_rows(library: ctypes.CDLL) -> None:
         params.rotates_rows = 1
         kv, element = problem.kv, ""
         if form == 1:
-            kv, element = token_scaled(problem.kv, TOKEN_DTYPES[seed % 2]), ("kFloat8E4M3", "kInt8")[seed % 2]
+            of_tokens = TOKEN_DTYPES[seed // 6 % 2 if problem.kv.head_dim % 32 else seed // 6 % 3]
+            kv, element = token_scaled(problem.kv, of_tokens), ALL_DTYPES[of_tokens]
             params.k_token_scales, params.v_token_scales = _cache(kv.k_scale), _cache(kv.v_scale)
         elif form == 2:
             others = (dict(MIXTURES)[dtype], torch.float8_e4m3fn, torch.float8_e5m2)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from compositions import Shape
 from device_attention import KERNELS, DeviceAttention
-from float8_cases import ROUNDED_TOLERANCE
+from float8_cases import INT4, ROUNDED_TOLERANCE
 from float8_kernels import BATCHES
 from float8_outputs import check_rounded, out_of_8_bits, scale_for
 from rotations import (
@@ -46,6 +46,10 @@ FORMS = (
     (BF16, 96, None, None),
     (BF16, 256, INT8, "token"),
     (F16, 80, E4M3, "request"),
+    (BF16, 128, INT4, "token"),
+    (F16, 64, INT4, "token"),
+    (BF16, 96, INT4, "token"),
+    (BF16, 256, INT4, "token"),
 )
 
 

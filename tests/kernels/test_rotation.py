@@ -16,7 +16,7 @@ import pytest
 import torch
 from append_problems import HEADS, check, check_token_scaled, random_problem, token_scaled
 from compositions import random_shape
-from float8_cases import ROUNDED_TOLERANCE, TOKEN_DTYPES
+from float8_cases import INT4, ROUNDED_TOLERANCE, TOKEN_DTYPES
 from rotations import (
     TOLERANCES,
     RotatedCase,
@@ -72,18 +72,17 @@ def random_case(
     spec = cases.random_spec(seed, device.type)
     dims = HEAD_DIMS if device.type == "cpu" else (64, 128, 256, 128)
     spec = spec.with_(head_dim=dims[seed % len(dims)], head_dim_v=None)
-    form = seed // 2 % 4
+    form = seed // 2 % 5
     if form == 0:
         case = rotated_case(spec, device)
         made: dict[str, Any] = {"rotation": True}
         expected = case.expected(**options)
     else:
-        problem = RotatedCase(
-            spec.with_(strided=spec.strided and device.type == "cpu"),
-            device,
-            (*TOKEN_DTYPES, torch.float8_e4m3fn)[form - 1],
-            *(["token"] * 2 if form < 3 else ["head", "number"]),
-        )
+        dtype = (*TOKEN_DTYPES, torch.float8_e4m3fn)[form - 1]
+        spec = spec.with_(strided=spec.strided and device.type == "cpu")
+        if dtype == INT4:
+            spec = spec.with_(head_dim=max(spec.head_dim // 32 * 32, 32))
+        problem = RotatedCase(spec, device, dtype, *(["token"] * 2 if form < 4 else ["head", "number"]))
         case, made, expected = problem.case, problem.options, problem.expected(**options)
     return case, made, expected, TOLERANCES[case.spec.dtype]
 
@@ -235,7 +234,8 @@ def test_fused_append(device: torch.device, block: int) -> None:
     for seed in range(10 * block, 10 * (block + 1)):
         source = (torch.bfloat16, torch.float16, torch.float32)[seed % (2 if device.type == "cuda" else 3)]
         problem = random_problem(seed, source, device)
-        kv = problem.kv if seed // 3 % 2 else token_scaled(problem.kv, TOKEN_DTYPES[seed % 2])
+        of_tokens = TOKEN_DTYPES[seed % (2 if problem.kv.head_dim % 32 else 3)]
+        kv = problem.kv if seed // 3 % 2 else token_scaled(problem.kv, of_tokens)
         append_qkv(
             *(problem.q, problem.k, problem.v, kv, problem.slots),
             rotary=problem.rotary,
