@@ -520,7 +520,7 @@ _SM90_ATTENTION = Template("""\
 #include "attention/sm90/attention.cuh"
 
 namespace attn {
-using KernelTraits = sm90::HopperTraits<$traits>;
+using KernelTraits = sm90::HopperTraits<$traits$gathers>;
 template <class Traits>
 using KernelCopier = feed::$copier<Traits>;
 }  // namespace attn
@@ -627,7 +627,8 @@ def attention_source(design: str, shape: KernelShape, variant_type: str) -> str:
     }[design]
     if copier and dims.is_wide and has_8_bits:
         copier = "DequantizingCopier"
-    return template.substitute(traits=traits, copier=copier)
+    gathers = ", true" if copier == "RowCopier" else ""
+    return template.substitute(traits=traits, copier=copier, gathers=gathers)
 
 
 def merge_source(element: str, variant_type: str) -> str:

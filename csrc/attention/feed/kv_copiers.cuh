@@ -194,6 +194,14 @@ struct BoxCopier {
   }
 };
 
+/// As RowPieces, for a warp: of a row of Int4, only chunks that it has are taken.
+template <class Tile>
+struct Int4Pieces {
+  static constexpr int kChunks = Tile::kHeadChunks <= 2 ? 2 : Tile::kHeadChunks <= 4 ? 4 : 8;
+  static constexpr int kPieces = 1;
+  static constexpr int kRows = 32 / kChunks;
+};
+
 /// Gathers a warp's share of a KV tile; lane i knows tokens i and i + 32.
 template <class Traits>
 struct RowCopier {
@@ -300,9 +308,10 @@ struct RowCopier {
   template <class Tile, int kFirst, int kEnd>
   __device__ __forceinline__ void gather(const Shared& shared, const Rows& rows, int32_t head, int part,
                                          bool spreads) const {
-    using Pieces = RowPieces<Tile, 32>;
+    using Pieces = typename Conditional<Traits::kIsInt4, Int4Pieces<Tile>, RowPieces<Tile, 32>>::Type;
     constexpr int kRowsPerPass = Pieces::kRows;
-    constexpr int kBatch = 8;  // passes whose row offsets are shuffled together, so that the lanes wait once
+    // Passes whose row offsets are shuffled together, so that the lanes wait once.
+    constexpr int kBatch = min_of(8, KvShare<Traits>::kTokens / kRowsPerPass);
     const int lane = ptx::lane_id();
     const int chunk = lane % Pieces::kChunks;
     const KvTensor& tensor = share.is_v ? params.attention.v : params.attention.k;

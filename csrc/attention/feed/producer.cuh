@@ -75,7 +75,8 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
                                         WorkCursor cursor) {
   using Shared = SharedMemory<Traits>;
   constexpr bool kIsWide = is_wide(Traits::Shape::kDims);
-  static_assert(kIsWide || Shared::kParts > 1 || Traits::kTuning.max_parts_in_flight + 2 <= Shared::kKvParts,
+  static_assert(kIsWide || !Traits::kTakesTilesInTurn ||
+                    Traits::kTuning.max_parts_in_flight + 2 * Shared::kParts <= Shared::kKvParts,
                 "what tiles_after_mma relies on");
   const AttentionParams& params = tma_params.attention;
   const KvShare<Traits> share(ptx::thread_id() / 32);
@@ -84,8 +85,8 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
   const int32_t flags = cursor.now.flags;
   // The pairs of a row tile are consecutive. RowCopier lacks the registers to keep the tile and reloads it, and so does
   // what dequantizes wider heads or int4.
-  constexpr bool kHasFewRegisters =
-      !leaves_registers(Traits::Shape::kDims.widest()) || (Traits::kIsInt4 && Traits::Shape::kDims.widest() > 64);
+  constexpr bool kHasFewRegisters = !leaves_registers(Traits::Shape::kDims.widest()) ||
+                                    (Traits::kMultipliesInt4 && Traits::Shape::kDims.widest() > 64);
   constexpr bool kReloads = Copier::kGathers || (Traits::kDequantizesInFeed && kHasFewRegisters);
   WorkQueue<Traits> queue(params, shared);
   if (flags & kUsesQueue) queue.begin(cursor);
@@ -145,7 +146,7 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
           } else {
             dequantizer.fill(copier, tile, head, count, limited, look_up, place);
           }
-          if (Shared::kParts == 1) tiles_after_mma = for_mma ? Shared::kKvParts / 2 + 1 : tiles_after_mma - count;
+          if (Traits::kTakesTilesInTurn) tiles_after_mma = for_mma ? Shared::kKvParts / 2 + 1 : tiles_after_mma - count;
           is_filled = true;
         }
       }
@@ -157,11 +158,11 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
         // issued first, because they have few entries to wait for.
         if (Copier::kGathers && !last) look_up();
         if (!kIsWide) wait_for_part<Traits>(shared, place, for_mma || tiles_after_mma > 0);
-        // Where stages are not divided, one warpgroup frees an item's last tile for both, and the other only waits on
-        // its barrier. The other one must observe the phase before the stage is refilled, or it would wait for a later
-        // phase of the same parity. While few parts are in flight, refilling the stage requires freed parts of the next
-        // item. No consumer reaches that item before all have synchronized at the end of this one.
-        if (Shared::kParts == 1) tiles_after_mma = for_mma ? Shared::kKvParts / 2 + 1 : tiles_after_mma - 1;
+        // Where warpgroups take tiles in turn, one warpgroup frees an item's last tile for both, and the other only
+        // waits on its barrier. The other one must observe the phase before the stage is refilled, or it would wait for
+        // a later phase of the same parity. While few parts are in flight, refilling the stage requires freed parts of
+        // the next item. No consumer reaches that item before all have synchronized at the end of this one.
+        if (Traits::kTakesTilesInTurn) tiles_after_mma = for_mma ? Shared::kKvParts / 2 + 1 : tiles_after_mma - 1;
         constexpr int kBlocks = KvShare<Traits>::kMaxBlocks, kLeftBlocks = KvShare<Traits>::kLeftBlocks;
         if constexpr (kIsWide) {
           const typename Shared::KvPlace right = place.ahead(1);  // freed first, and multiplied first

@@ -72,11 +72,6 @@ ATTN_HD constexpr Tuning with_producer_registers(Tuning tuning, int32_t register
   return tuning;
 }
 
-ATTN_HD constexpr Tuning with_parts_in_flight(Tuning tuning, int32_t parts) {
-  tuning.max_parts_in_flight = parts;
-  return tuning;
-}
-
 /// Bytes of WorkItem (attention/feed/work_item.cuh).
 constexpr int32_t kWorkItemBytes = 80;
 

@@ -29,9 +29,9 @@ struct DecodeSwitches {
   static constexpr bool kMultipliesIntegers =                          // int8 caches, if registers hold Q
       kDequantizesInRegisters && is_same<typename Traits::KvElement, Int8> &&
       leaves_registers(max_of(Traits::Shape::kQkMultiplied, Traits::kVColumns));
-  static constexpr bool kIsInt4 = kDequantizesInRegisters && Traits::kIsInt4;
+  static constexpr bool kIsInt4 = Traits::kMultipliesInt4;
   static constexpr bool kMayKeepSums = !kHasTokenScales || Traits::Shape::kQk <= 64;  // registers are few
-  static constexpr bool kSharesTiles = SharedMemory<Traits>::kParts == 2;  // KV tiles of 128 tokens: narrow heads
+  static constexpr bool kSharesTiles = !Traits::kTakesTilesInTurn;  // narrow heads, whose KV tiles have 128 tokens
 };
 
 template <class Traits>
@@ -57,7 +57,9 @@ struct Decode {
   static constexpr int kTileParts = Switches::kDequantizesInRegisters ? Shared::kParts : Shared::kTileParts;
   static constexpr bool kHasSecondStage = kTileParts > Shared::kParts;
   static_assert(!Traits::kTuning.has_third_consumer || Shared::kTileParts == Shared::kParts, "as skip() frees tiles");
-  static constexpr int kTokens = Shared::kPartTokens / 4;  // of a KV tile, that a warp takes
+  static constexpr int kTokens =  // of a KV tile, that a warp takes
+      (Switches::kSharesTiles ? Shared::kPartTokens : Traits::kTuning.kv_tile) / 4;
+  static constexpr int kParts = Switches::kSharesTiles ? 1 : Shared::kParts;  // of a stage, that a warp reads
   static constexpr int kFreedFor = 2;  // warps: its own, and one of the warpgroup that does not read the part
 
   /// How the warps share an item: all have the same 16 rows, and 16 or more tokens each of a part of a KV tile.
@@ -110,13 +112,13 @@ struct Decode {
       if (!Switches::kSharesTiles && tile % 2 != warpgroup()) {
         // This warpgroup may need the same parts in the ring's next round. A wait tells phases apart by their parity
         // only, so it must see this phase of their barriers, too.
-        shared.wait_kv_full(keys);
-        shared.wait_kv_full(values);
+        wait_full(keys);
+        wait_full(values);
         continue;
       }
 
       // S = Q K^T
-      shared.wait_kv_full(keys);
+      wait_full(keys);
       transform<KeyTransform<Variant>, Keys>(item, keys.index, row, token);
       float s[1][kTokens / 8][4];
       uint32_t p[1][kTokens / 8][2];
@@ -137,20 +139,17 @@ struct Decode {
         load_scales(factors, shared.token_scales(keys.index) + warp.first_token * 4);
         multiply_columns(s, factors);
       }
-      shared.free_kv(keys, kFreedFor);
-      if constexpr (kHasSecondStage) shared.free_kv(keys.ahead(Shared::kParts), kFreedFor);
+      free(keys);
 
       // P = softmax(S)
-      if constexpr (Switches::kIsInt4)
-        scores.finish(item, s, 0, token, scores.constants(item, 0), rows);  // again, to save registers
-      else
-        scores.finish(item, s, 0, token, constants, rows);
+      scores.finish(item, s, 0, token, constants, rows);
       [[maybe_unused]] uint32_t zero_points[kTokens / 8];
       if constexpr (Switches::kIsInt4) {
-        shared.wait_kv_full(values);
-        scale_probabilities(state, s, p, shared.token_scales(values.index) + warp.first_token * 4, zero_points);
+        wait_full(values);
+        scale_probabilities(state, s, p, shared.token_scales(values.index) + warp.first_token * 4, zero_points,
+                            token >= constants.unmasked.begin && token + kTokens <= constants.unmasked.end);
       } else if constexpr (Switches::kHasTokenScales) {
-        shared.wait_kv_full(values);
+        wait_full(values);
         scale_probabilities(state, s, p, shared.token_scales(values.index) + warp.first_token * 4);
       } else if constexpr (Switches::kUsesSoftmax) {
         state.update(s, p);
@@ -159,7 +158,7 @@ struct Decode {
       }
 
       // O += P V
-      shared.wait_kv_full(values);
+      wait_full(values);
       const TokenRange readable{item.readable.begin - token + row, item.readable.end - token + row};  // rows of V
       transform<ValueTransform<Variant>, Values>(item, values.index, row, token);
       // Every bit pattern of Int4 is a number.
@@ -175,8 +174,7 @@ struct Decode {
         state.template dequantized_accumulate<kTokens, Values, KvElement>(p, v);
       else
         state.template accumulate<kTokens, Values>(p, v);
-      shared.free_kv(values, kFreedFor);
-      if constexpr (kHasSecondStage) shared.free_kv(values.ahead(Shared::kParts), kFreedFor);
+      free(values);
     }
 
     if constexpr (Switches::kIsInt4) state.finish_int4();
@@ -186,6 +184,16 @@ struct Decode {
     const ItemTarget<Traits> target(params, item, Shared::requests(item));
     write_merged_warps<Consumers, Layout, OTile<Traits>::kHeadColumns, Shared::kLayout.q_stage_bytes>(
         state, target, warp, halves, shared.q(q_stage), shared.row_states());
+  }
+
+  __device__ __forceinline__ void wait_full(const typename Shared::KvPlace& tile) const {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) ring.shared.wait_kv_full(tile.ahead(part));
+  }
+  __device__ __forceinline__ void free(const typename Shared::KvPlace& tile) const {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) ring.shared.free_kv(tile.ahead(part), kFreedFor);
+    if constexpr (kHasSecondStage) ring.shared.free_kv(tile.ahead(Shared::kParts), kFreedFor);
   }
 
   /// The lane's columns of `scales`, which are in shared memory.
@@ -236,11 +244,12 @@ struct Decode {
     }
   }
 
-  /// P = softmax(S) times V's TokenScales, and the zero points of an int4 cache, for int4_accumulate().
+  /// P = softmax(S) times V's TokenScales, and the zero points of an int4 cache, for int4_accumulate(). all_seen: by
+  /// all rows.
   template <int kBlocks>
   __device__ __forceinline__ static void scale_probabilities(State& state, float (&s)[1][kBlocks][4],
                                                              uint32_t (&p)[1][kBlocks][2], uint32_t scales,
-                                                             uint32_t (&zero_points)[kBlocks]) {
+                                                             uint32_t (&zero_points)[kBlocks], bool all_seen) {
     float2 weights[kBlocks];
     load_scales(weights, scales);
 #pragma unroll
@@ -249,7 +258,8 @@ struct Decode {
                        (Int4Scale::kZeroPoint * 0x10001u);
       weights[n] = make_float2(Int4Scale(weights[n].x).scale, Int4Scale(weights[n].y).scale);
     }
-    scale_probabilities(state, s, p, weights);
+    if (!all_seen) limit(weights);
+    multiply_probabilities(state, s, p, weights);
   }
 
   /// P = softmax(S) times V's TokenScales. If no row sees a token, its scale may be NaN or infinite. Limits keep such
@@ -259,16 +269,23 @@ struct Decode {
                                                              uint32_t (&p)[1][kBlocks][2], uint32_t scales) {
     float2 weights[kBlocks];
     load_scales(weights, scales);
-    scale_probabilities(state, s, p, weights);
+    limit(weights);
+    multiply_probabilities(state, s, p, weights);
   }
+
   template <int kBlocks>
-  __device__ __forceinline__ static void scale_probabilities(State& state, float (&s)[1][kBlocks][4],
-                                                             uint32_t (&p)[1][kBlocks][2], float2 (&weights)[kBlocks]) {
+  __device__ __forceinline__ static void limit(float2 (&weights)[kBlocks]) {
     constexpr float kSmallest = 1e-30f, kLargest = 1e30f;
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n)
       weights[n] =
           make_float2(fminf(fmaxf(weights[n].x, kSmallest), kLargest), fminf(fmaxf(weights[n].y, kSmallest), kLargest));
+  }
+
+  template <int kBlocks>
+  __device__ __forceinline__ static void multiply_probabilities(State& state, float (&s)[1][kBlocks][4],
+                                                                uint32_t (&p)[1][kBlocks][2],
+                                                                const float2 (&weights)[kBlocks]) {
     if constexpr (Switches::kUsesSoftmax) {
       state.update(s, p, weights);
     } else {

@@ -10,8 +10,8 @@
 
 namespace attn::sm90 {
 
-/// Kernel: its Traits.
-template <class Kernel>
+/// Kernel: its Traits. kGathers: the producer gathers tokens one by one (RowCopier).
+template <class Kernel, bool kGathers = false>
 struct HopperTraits : Kernel {
   using Shape = typename Kernel::Shape;
   using Hooks = VariantHooks<typename Kernel::Variant>;
@@ -29,10 +29,10 @@ struct HopperTraits : Kernel {
   /// The producer dequantizes tiles of 8-bit caches in the ring (feed/dequantizer.cuh).
   static constexpr bool kDequantizesInFeed = kTuningOfShape.dequantized_stages > 0;
   static constexpr bool kIsInt4 = is_same<typename Kernel::StoredElement, Int4>;
-  /// Also of row tiles for mma.sync, because a variant transforms them, or registers are few. Other tiles for mma.sync
-  /// stay as they are stored, and are dequantized in registers.
+  /// Also of row tiles for mma.sync, because a variant transforms them, or registers are few: of consumers, or of a
+  /// producer that gathers. Other tiles for mma.sync stay as they are stored, and are dequantized in registers.
   static constexpr bool kFeedsAll =
-      kDequantizesInFeed && (Kernel::kTransformsCache || (kIsInt4 && !decodes_int4(Shape::kDims)));
+      kDequantizesInFeed && (Kernel::kTransformsCache || (kIsInt4 && (kGathers || !decodes_int4(Shape::kDims))));
   static constexpr bool kDequantizesInRegisters = kDequantizesInFeed ? !kFeedsAll : Kernel::kDequantizesInRegisters;
   /// TokenScales of tiles that are dequantized in registers lie next to them in shared memory.
   static constexpr bool kSharesTokenScales = Kernel::Variant::kHasTokenScales && kDequantizesInRegisters;
@@ -41,12 +41,15 @@ struct HopperTraits : Kernel {
   /// are multiplied. There registers are scarce, too. Not where the producer dequantizes either: it needs them.
   static constexpr bool kTransformsEarly =
       Kernel::kTransformsCache && !kDequantizesInFeed && kTuningOfShape.stage_parts > 1;
+  /// Row tiles for mma.sync multiply stored numbers of Int4 (decode.cuh).
+  static constexpr bool kMultipliesInt4 = kIsInt4 && kDequantizesInRegisters;
   // The consumers that transform early need more registers than others.
-  static constexpr Tuning kTuning =
-      kTransformsEarly ? with_producer_registers(kTuningOfShape, 72)
-      : kFeedsAll && kIsInt4
-          ? with_parts_in_flight(kTuningOfShape, kTuningOfShape.kv_stages - 2 * kTuningOfShape.dequantized_stages)
-          : kTuningOfShape;
+  static constexpr Tuning kTuning = kTransformsEarly  ? with_producer_registers(kTuningOfShape, 72)
+                                    : kMultipliesInt4 ? for_int4(kTuningOfShape)
+                                                      : kTuningOfShape;
+  /// In row tiles for mma.sync the warpgroups take KV tiles in turn. Else each takes half of the tokens of each KV
+  /// tile.
+  static constexpr bool kTakesTilesInTurn = kTuning.stage_parts == 1 || kMultipliesInt4;
   /// The KV tiles of an item are taken from the last to the first. A bias with a slope mostly grows from token to token
   /// (ALiBi's does): rows then find their maxima among their nearest tokens, and can keep them (prefill.cuh).
   static constexpr bool kTakesLastFirst = kTuning.keeps_maxima && Hooks::kBiasSlope;
