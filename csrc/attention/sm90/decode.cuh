@@ -4,8 +4,7 @@
 //
 // Over an 8-bit cache, a warp dequantizes its tokens in registers. TokenScales multiply scores and probabilities. If a
 // variant transforms them, the producer has dequantized them in the ring (dequantizer.cuh). The warp transforms and
-// multiplies them there. Of an int4 cache it multiplies the numbers as they are stored, and subtracts zero points from
-// the sums.
+// multiplies them there.
 #pragma once
 
 #include "attention/sm90/consumer.cuh"
@@ -29,9 +28,8 @@ struct DecodeSwitches {
   static constexpr bool kMultipliesIntegers =                          // int8 caches, if registers hold Q
       kDequantizesInRegisters && is_same<typename Traits::KvElement, Int8> &&
       leaves_registers(max_of(Traits::Shape::kQkMultiplied, Traits::kVColumns));
-  static constexpr bool kIsInt4 = Traits::kMultipliesInt4;
   static constexpr bool kMayKeepSums = !kHasTokenScales || Traits::Shape::kQk <= 64;  // registers are few
-  static constexpr bool kSharesTiles = !Traits::kTakesTilesInTurn;  // narrow heads, whose KV tiles have 128 tokens
+  static constexpr bool kSharesTiles = SharedMemory<Traits>::kParts == 2;  // KV tiles of 128 tokens: narrow heads
 };
 
 template <class Traits>
@@ -45,21 +43,17 @@ struct Decode {
   using Query = QTile<Traits>;
   using Keys = typename Conditional<Switches::kDequantizesInRegisters, KTile<Traits>, WgmmaKTile<Traits>>::Type;
   using Values = typename Conditional<Switches::kDequantizesInRegisters, VTile<Traits>, WgmmaVTile<Traits>>::Type;
-  using Held = typename Conditional<
-      Switches::kIsInt4, Int4Query<Element, Query, Traits::Shape::kQkMultiplied>,
+  using Held =
       typename Conditional<Switches::kMultipliesIntegers, IntegerQuery<Element, Query, Traits::Shape::kQkMultiplied>,
-                           HeldQuery<Element, Query, Traits::Shape::kQkMultiplied, Traits::kVColumns>>::Type>::Type;
-  static constexpr int kMoreBlocks = Switches::kIsInt4 ? 1 : 0;  // of the state: for zero points
+                           HeldQuery<Element, Query, Traits::Shape::kQkMultiplied, Traits::kVColumns>>::Type;
   using State =
       WarpState<typename Conditional<Switches::kDequantizesInRegisters, typename Held::Multiplied, Element>::Type,
-                Traits::kVColumns, 1, kMoreBlocks>;
+                Traits::kVColumns, 1>;
   static constexpr int kQkColumns = Traits::Shape::kQkMultiplied;
   static constexpr int kTileParts = Switches::kDequantizesInRegisters ? Shared::kParts : Shared::kTileParts;
   static constexpr bool kHasSecondStage = kTileParts > Shared::kParts;
   static_assert(!Traits::kTuning.has_third_consumer || Shared::kTileParts == Shared::kParts, "as skip() frees tiles");
-  static constexpr int kTokens =  // of a KV tile, that a warp takes
-      (Switches::kSharesTiles ? Shared::kPartTokens : Traits::kTuning.kv_tile) / 4;
-  static constexpr int kParts = Switches::kSharesTiles ? 1 : Shared::kParts;  // of a stage, that a warp reads
+  static constexpr int kTokens = Shared::kPartTokens / 4;  // of a KV tile, that a warp takes
   static constexpr int kFreedFor = 2;  // warps: its own, and one of the warpgroup that does not read the part
 
   /// How the warps share an item: all have the same 16 rows, and 16 or more tokens each of a part of a KV tile.
@@ -95,10 +89,7 @@ struct Decode {
     if constexpr (Switches::kRewritesQuery)
       rewrite_query<Traits, kSharingThreads>(params, item, shared.q(q_stage), 0, kWarpRows);
     Held held;
-    if constexpr (Switches::kIsInt4)
-      held.load(q, ptx::shared_address(shared.q(q_stage)));
-    else if constexpr (Switches::kDequantizesInRegisters)
-      held.load(q);
+    if constexpr (Switches::kDequantizesInRegisters) held.load(q);
 
     int32_t token = Walk::enter(Walk::first(params, item), rows) + row;
     KvTileStart next{token, false};  // where the next iteration's KV tile begins
@@ -112,20 +103,18 @@ struct Decode {
       if (!Switches::kSharesTiles && tile % 2 != warpgroup()) {
         // This warpgroup may need the same parts in the ring's next round. A wait tells phases apart by their parity
         // only, so it must see this phase of their barriers, too.
-        wait_full(keys);
-        wait_full(values);
+        shared.wait_kv_full(keys);
+        shared.wait_kv_full(values);
         continue;
       }
 
       // S = Q K^T
-      wait_full(keys);
+      shared.wait_kv_full(keys);
       transform<KeyTransform<Variant>, Keys>(item, keys.index, row, token);
       float s[1][kTokens / 8][4];
       uint32_t p[1][kTokens / 8][2];
       const uint32_t k = ptx::shared_address(shared.kv(keys.index)) + row * Keys::kRowBytes + Keys::columns_first(lane);
-      if constexpr (Switches::kIsInt4) {
-        multiply_int4_keys(state, held, s, k, shared.token_scales(keys.index) + warp.first_token * 4);
-      } else if constexpr (Switches::kMultipliesIntegers) {
+      if constexpr (Switches::kMultipliesIntegers) {
         held.template scores<kTokens, Keys>(s, k);
       } else if constexpr (Switches::kDequantizesInRegisters) {
         state.template dequantized_scores<kQkColumns, kTokens, Keys, KvElement, Switches::kMayKeepSums>(
@@ -134,22 +123,18 @@ struct Decode {
       } else {
         state.template scores<kQkColumns, kTokens, Query, Keys>(s, q, k);
       }
-      if constexpr (Switches::kHasTokenScales && !Switches::kIsInt4) {
+      if constexpr (Switches::kHasTokenScales) {
         float2 factors[kTokens / 8];
         load_scales(factors, shared.token_scales(keys.index) + warp.first_token * 4);
         multiply_columns(s, factors);
       }
-      free(keys);
+      shared.free_kv(keys, kFreedFor);
+      if constexpr (kHasSecondStage) shared.free_kv(keys.ahead(Shared::kParts), kFreedFor);
 
       // P = softmax(S)
       scores.finish(item, s, 0, token, constants, rows);
-      [[maybe_unused]] uint32_t zero_points[kTokens / 8];
-      if constexpr (Switches::kIsInt4) {
-        wait_full(values);
-        scale_probabilities(state, s, p, shared.token_scales(values.index) + warp.first_token * 4, zero_points,
-                            token >= constants.unmasked.begin && token + kTokens <= constants.unmasked.end);
-      } else if constexpr (Switches::kHasTokenScales) {
-        wait_full(values);
+      if constexpr (Switches::kHasTokenScales) {
+        shared.wait_kv_full(values);
         scale_probabilities(state, s, p, shared.token_scales(values.index) + warp.first_token * 4);
       } else if constexpr (Switches::kUsesSoftmax) {
         state.update(s, p);
@@ -158,42 +143,28 @@ struct Decode {
       }
 
       // O += P V
-      wait_full(values);
+      shared.wait_kv_full(values);
       const TokenRange readable{item.readable.begin - token + row, item.readable.end - token + row};  // rows of V
       transform<ValueTransform<Variant>, Values>(item, values.index, row, token);
-      // Every bit pattern of Int4 is a number.
-      if (!Switches::kIsInt4 && (token < item.readable.begin || token + kTokens > item.readable.end)) {
+      if (token < item.readable.begin || token + kTokens > item.readable.end) {
         zero_rows<Values, 32>(shared.kv(values.index), row, row + kTokens, readable.begin, readable.end, lane);
         __syncwarp();
       }
       const uint32_t v =
           ptx::shared_address(shared.kv(values.index)) + row * Values::kRowBytes + Values::rows_first(lane);
-      if constexpr (Switches::kIsInt4)
-        state.template int4_accumulate<kTokens, Values>(p, zero_points, v);
-      else if constexpr (Switches::kDequantizesInRegisters)
+      if constexpr (Switches::kDequantizesInRegisters)
         state.template dequantized_accumulate<kTokens, Values, KvElement>(p, v);
       else
         state.template accumulate<kTokens, Values>(p, v);
-      free(values);
+      shared.free_kv(values, kFreedFor);
+      if constexpr (kHasSecondStage) shared.free_kv(values.ahead(Shared::kParts), kFreedFor);
     }
-
-    if constexpr (Switches::kIsInt4) state.finish_int4();
 
     // Epilogue: the warps' states merge.
     const int halves = item.rows.count <= 8 ? 1 : 2;
     const ItemTarget<Traits> target(params, item, Shared::requests(item));
     write_merged_warps<Consumers, Layout, OTile<Traits>::kHeadColumns, Shared::kLayout.q_stage_bytes>(
         state, target, warp, halves, shared.q(q_stage), shared.row_states());
-  }
-
-  __device__ __forceinline__ void wait_full(const typename Shared::KvPlace& tile) const {
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) ring.shared.wait_kv_full(tile.ahead(part));
-  }
-  __device__ __forceinline__ void free(const typename Shared::KvPlace& tile) const {
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) ring.shared.free_kv(tile.ahead(part), kFreedFor);
-    if constexpr (kHasSecondStage) ring.shared.free_kv(tile.ahead(Shared::kParts), kFreedFor);
   }
 
   /// The lane's columns of `scales`, which are in shared memory.
@@ -218,74 +189,18 @@ struct Decode {
     }
   }
 
-  /// S = Q K^T over an int4 cache, times K's TokenScales at `scales`.
-  template <int kBlocks>
-  __device__ __forceinline__ static void multiply_int4_keys(const State& state, const Held& held,
-                                                            float (&s)[1][kBlocks][4], uint32_t k, uint32_t scales) {
-    constexpr uint32_t kInteger = 0x4b000000;  // 2^23: integers are its lowest bits
-    float2 factors[kBlocks];
-    load_scales(factors, scales);
-#pragma unroll
-    for (int n = 0; n < kBlocks; ++n) {
-      const uint32_t words[2] = {__float_as_uint(factors[n].x), __float_as_uint(factors[n].y)};
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const float zero_point = __uint_as_float((words[c % 2] & Int4Scale::kZeroPoint) | kInteger) - 0x1p23f;
-        s[0][n][c] = -zero_point * held.sums[c / 2];
-      }
-    }
-    state.template int4_scores<kQkColumns, kTokens, Keys>(s, [&](int d, uint32_t (&a)[4]) { held.get(a, d); }, k);
-    load_scales(factors, scales);  // again, to save registers
-#pragma unroll
-    for (int n = 0; n < kBlocks; ++n) {
-      const float2 of_tokens = make_float2(Int4Scale(factors[n].x).scale, Int4Scale(factors[n].y).scale);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) s[0][n][c] *= (c % 2 == 0 ? of_tokens.x : of_tokens.y) * held.to_score[c / 2];
-    }
-  }
-
-  /// P = softmax(S) times V's TokenScales, and the zero points of an int4 cache, for int4_accumulate(). all_seen: by
-  /// all rows.
-  template <int kBlocks>
-  __device__ __forceinline__ static void scale_probabilities(State& state, float (&s)[1][kBlocks][4],
-                                                             uint32_t (&p)[1][kBlocks][2], uint32_t scales,
-                                                             uint32_t (&zero_points)[kBlocks], bool all_seen) {
-    float2 weights[kBlocks];
-    load_scales(weights, scales);
-#pragma unroll
-    for (int n = 0; n < kBlocks; ++n) {
-      zero_points[n] = __byte_perm(__float_as_uint(weights[n].x), __float_as_uint(weights[n].y), 0x5410) &
-                       (Int4Scale::kZeroPoint * 0x10001u);
-      weights[n] = make_float2(Int4Scale(weights[n].x).scale, Int4Scale(weights[n].y).scale);
-    }
-    if (!all_seen) limit(weights);
-    multiply_probabilities(state, s, p, weights);
-  }
-
   /// P = softmax(S) times V's TokenScales. If no row sees a token, its scale may be NaN or infinite. Limits keep such
   /// scales out of P.
   template <int kBlocks>
   __device__ __forceinline__ static void scale_probabilities(State& state, float (&s)[1][kBlocks][4],
                                                              uint32_t (&p)[1][kBlocks][2], uint32_t scales) {
+    constexpr float kSmallest = 1e-30f, kLargest = 1e30f;
     float2 weights[kBlocks];
     load_scales(weights, scales);
-    limit(weights);
-    multiply_probabilities(state, s, p, weights);
-  }
-
-  template <int kBlocks>
-  __device__ __forceinline__ static void limit(float2 (&weights)[kBlocks]) {
-    constexpr float kSmallest = 1e-30f, kLargest = 1e30f;
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n)
       weights[n] =
           make_float2(fminf(fmaxf(weights[n].x, kSmallest), kLargest), fminf(fmaxf(weights[n].y, kSmallest), kLargest));
-  }
-
-  template <int kBlocks>
-  __device__ __forceinline__ static void multiply_probabilities(State& state, float (&s)[1][kBlocks][4],
-                                                                uint32_t (&p)[1][kBlocks][2],
-                                                                const float2 (&weights)[kBlocks]) {
     if constexpr (Switches::kUsesSoftmax) {
       state.update(s, p, weights);
     } else {

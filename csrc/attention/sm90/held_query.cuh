@@ -2,7 +2,6 @@
 #pragma once
 
 #include "attention/head_shape.h"
-#include "attention/sm90/consumer.cuh"
 #include "attention/tile/warp_state.cuh"
 #include "common/elements.cuh"
 #include "common/math.h"
@@ -94,95 +93,6 @@ struct HeldQuery {
     } else {
       load_query<Query>(a, q, 0, d);
     }
-  }
-};
-
-/// Rows of Q for int4_scores(), in f16. A lane has columns 8t to 8t + 7 of each 32, in the order of split_int4(). Those
-/// that meet numbers 16 times as large are divided by 16. Where registers are few, each warp saves what is after the
-/// first 64 columns in rows of the tile that have no row of Q.
-template <class Element, class Query, int kQkColumns>
-struct Int4Query {
-  static_assert(kQkColumns % 32 == 0 && Query::Element::kBytes == 2);
-  using Multiplied = Float16;
-  static constexpr int kSteps = kQkColumns / 16, kHeldSteps = min_of(kSteps, 4);
-  static constexpr uint32_t kFirstSaved = 16 * Query::kRowBytes;
-  static_assert(kFirstSaved + 2 * kSharingThreads * 16 <= Query::kBlockBytes && kSteps - kHeldSteps <= 4);
-  uint32_t rows[kHeldSteps][4];
-  uint32_t saved;     // this lane's address
-  float to_score[2];  // what scores of this lane's rows are multiplied by
-  float sums[2];      // of rows, times 2^-24
-
-  /// The lane's offset in the tile.
-  __device__ __forceinline__ static uint32_t offset(int lane) { return Query::offset(lane / 4, lane % 4); }
-
-  /// `q`: the lane's address in the tile; `tile`: its first.
-  __device__ __forceinline__ void load(uint32_t q, uint32_t tile) {
-    uint32_t all[kSteps][4];
-    float largest[2] = {};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int c = 0; c < kQkColumns / 32; ++c) {
-        uint32_t words[4];
-        ptx::load_words(words, (q ^ c % 2 * 64) + c / 2 * Query::kBlockBytes + half * 8 * Query::kRowBytes);
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          largest[half] =
-              fmaxf(largest[half], fmaxf(fabsf(Element::unpack(words[i])), fabsf(Element::unpack(words[i] >> 16))));
-#pragma unroll
-        for (int step = 0; step < 2; ++step) {
-          all[2 * c + step][half] = __byte_perm(words[step], words[step + 2], 0x5410);
-          all[2 * c + step][half + 2] = __byte_perm(words[step], words[step + 2], 0x7632);
-        }
-      }
-    }
-    convert_row(all, 0, ptx::quad_max(largest[0]));
-    convert_row(all, 1, ptx::quad_max(largest[1]));
-    saved = tile + kFirstSaved + consumer_thread() * 16;
-#pragma unroll
-    for (int d = 0; d < kSteps; ++d) {
-      if (d < kHeldSteps) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) rows[d][i] = all[d][i];
-      } else {
-        ptx::store_words(place(d), all[d]);
-      }
-    }
-  }
-
-  /// As HeldQuery::convert_row().
-  __device__ __forceinline__ void convert_row(uint32_t (&all)[kSteps][4], int half, float largest) {
-    const int32_t exponent =
-        min_of(127 + 14 + 127 - static_cast<int32_t>(__float_as_uint(largest) >> 23), 253);  // biased
-    const float factor = __uint_as_float(static_cast<uint32_t>(exponent) << 23);
-    to_score[half] = __uint_as_float(static_cast<uint32_t>(min_of(254 + 24 - exponent, 254)) << 23);
-    float sum = 0.0f;
-#pragma unroll
-    for (int d = 0; d < kSteps; ++d) {
-#pragma unroll
-      for (int i = half; i < 4; i += 2) {
-        const float fraction = i < 2 ? 1.0f : 0x1p-4f;
-        const uint32_t pair = all[d][i];
-        const uint32_t packed =
-            Float16::pack(Element::unpack(pair) * factor * fraction, Element::unpack(pair >> 16) * factor * fraction);
-        all[d][i] = packed;
-        sum += (Float16::unpack(packed) + Float16::unpack(packed >> 16)) * (i < 2 ? 0x1p-24f : 0x1p-20f);
-      }
-    }
-    sums[half] = ptx::quad_add(sum);
-  }
-
-  __device__ __forceinline__ void get(uint32_t (&a)[4], int d) const {
-    if (d >= kHeldSteps) return ptx::load_words(a, place(d));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = rows[d][i];
-  }
-
- private:
-  /// Where step d is saved.
-  __device__ __forceinline__ uint32_t place(int d) const {
-    const int number = d - kHeldSteps;
-    return saved + number / 2 * Query::kBlockBytes + number % 2 * kSharingThreads * 16;
   }
 };
 

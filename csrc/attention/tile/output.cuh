@@ -172,13 +172,10 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Multiplied, kColumns, 
 /// have arrived here; `maxima` has room for two floats a row and warp, aligned to 16 bytes. `Block`: the threads that
 /// take part; its fence_outputs() comes before TMA fills `outputs` again, if it does. Short work items spend half of
 /// their time here, and nothing overlaps with it, so every barrier counts. kHeadColumns: that are written.
-/// Layout::kFourColumns: as in stage_rows(). kMoreBlocks: of the state; it then holds outputs of an int4 cache
-/// (eight_outputs()).
-template <class Block, class Layout, int kHeadColumns, int kBytes, class Multiplied, int kColumns, int kMoreBlocks,
-          class Target>
-__device__ __forceinline__ void write_merged_warps(WarpState<Multiplied, kColumns, 1, kMoreBlocks>& state,
-                                                   const Target& target, const Layout& warp, int halves, char* outputs,
-                                                   float* maxima) {
+/// Layout::kFourColumns: as in stage_rows().
+template <class Block, class Layout, int kHeadColumns, int kBytes, class Multiplied, int kColumns, class Target>
+__device__ __forceinline__ void write_merged_warps(WarpState<Multiplied, kColumns, 1>& state, const Target& target,
+                                                   const Layout& warp, int halves, char* outputs, float* maxima) {
   using Element = typename Target::Element;
   constexpr int kKvWarps = Layout::kKvWarps;           // that share rows
   constexpr int kRows = Block::kWarps / kKvWarps * 8;  // at a time
@@ -233,13 +230,7 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Multiplied, kColumn
     }
     if constexpr (Target::kHasScales) factor = target.with_scale(factor, tile_row);
     if (const int32_t count = target.rows.count; tile_row < count) {  // read once, not for each store
-      if constexpr (kMoreBlocks > 0) {
-#pragma unroll
-        for (int n = 0; n < kColumns / 16; ++n) {
-          float* chunk = output_chunk(warp.kv_warp, row_of_half, n / 2 * 8 + lane % 4 * 2 + n % 2);
-          *reinterpret_cast<float4*>(chunk) = state.eight_outputs(n / 2, n % 2, 0, factor);
-        }
-      } else if constexpr (Layout::kFourColumns) {
+      if constexpr (Layout::kFourColumns) {
 #pragma unroll
         for (int n = 0; n < kColumns / 8; n += 2) {
           float* chunk = output_chunk(warp.kv_warp, row_of_half, 2 * n + lane % 4);

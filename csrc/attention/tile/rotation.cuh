@@ -87,8 +87,8 @@ __device__ __forceinline__ void rotate_back(WarpState<Element, kColumns, kRowBlo
 
 /// The level of rotate_back() that joins the halves of blocks of 256 columns. Blocks of 128 are left. Others stay as
 /// they are.
-template <int kHeadColumns, class Element, int kColumns, int kMoreBlocks>
-__device__ __forceinline__ void join_halves(WarpState<Element, kColumns, 1, kMoreBlocks>& state) {
+template <int kHeadColumns, class Element, int kColumns>
+__device__ __forceinline__ void join_halves(WarpState<Element, kColumns, 1>& state) {
   if constexpr (rotation_block(kHeadColumns) == 256) {
 #pragma unroll
     for (int n = 0; n < 16; ++n) {

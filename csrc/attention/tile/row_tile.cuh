@@ -30,9 +30,10 @@ __device__ __forceinline__ void write_requests(const AttentionParams& params, co
 }
 
 /// The rows of a work item whose scores a lane holds, as variants see them: made once for an item, if the variant looks
-/// at them.
-template <class Variant, int kRowBlocks>
+/// at them. kTransposed: rows are the columns of products, eight in a block, of which a lane has two neighbors.
+template <class Variant, int kRowBlocks, bool kTransposed = false>
 struct LaneRows {
+  static constexpr int kBlockRows = kTransposed ? 8 : 16;
   ScoreRow rows[kRowBlocks][2];
   float bias_slopes[kRowBlocks][2];  // of a variant that has them
   int32_t kv_offset = 0;             // token t of the row group is token kv_offset + t of the request
@@ -48,9 +49,9 @@ struct LaneRows {
     for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        rows[b][half] = score_row(params, tile, group, kv_head, first_row + b * 16 + half * 8 + ptx::lane_id() / 4);
+        rows[b][half] = score_row(params, tile, group, kv_head, first_row + b * kBlockRows + row_of_block(half));
     }
-    if constexpr (VariantHooks<Variant>::kBiasSlope) {
+    if constexpr (VariantHooks<Variant>::kBiasSlope && !kTransposed) {
       const Variant variant(params.variant.as<typename Variant::Params>(), kv_head);
 #pragma unroll
       for (int b = 0; b < kRowBlocks; ++b) {
@@ -74,13 +75,17 @@ struct LaneRows {
   }
 
  private:
+  __device__ __forceinline__ static int32_t row_of_block(int half) {
+    return kTransposed ? ptx::lane_id() % 4 * 2 + half : half * 8 + ptx::lane_id() / 4;
+  }
+
   template <bool kManyLevels>
   __device__ __forceinline__ void find_seen(const AttentionParams& params, const RowTileRows<kManyLevels>& tile,
                                             int32_t group, int32_t first_row) {
     const Level& level = params.schedule.header->levels[params.schedule.groups[group].level];
     if (level.row_ranges == nullptr) return;
     int32_t begin = 0, end = static_cast<int32_t>(kMaxInt32);
-    for (int32_t row = first_row + ptx::lane_id(); row < first_row + kRowBlocks * 16; row += 32) {
+    for (int32_t row = first_row + ptx::lane_id(); row < first_row + kRowBlocks * kBlockRows; row += 32) {
       const int32_t packed = tile.packed_begin + min_of(row, tile.count - 1);
       const RowRange range = level.row_ranges[tile.qo_begin + params.group_size.divide(packed)];
       begin = max_of(begin, range.full_begin);

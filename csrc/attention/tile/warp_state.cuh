@@ -14,12 +14,11 @@ namespace attn {
 
 /// Lane (g, t) = (lane / 4, lane % 4) holds rows g and g + 8 of each block of 16 rows, and of every 8 columns the two
 /// that start at 2t (mma.cuh, C operand).
-/// Element_: the type in which P and V are multiplied and O is written. kColumns: of V and O. kMoreBlocks: blocks of 8
-/// columns that are accumulated with O.
-template <class Element_, int kColumns, int kRowBlocks, int kMoreBlocks = 0>
+/// Element_: the type in which P and V are multiplied and O is written. kColumns: of V and O.
+template <class Element_, int kColumns, int kRowBlocks>
 struct WarpState {
   using Element = Element_;
-  static constexpr int kColumnBlocks = kColumns / 8 + kMoreBlocks;
+  static constexpr int kColumnBlocks = kColumns / 8;
   static constexpr float kSlack = 8.0f;  // to base 2
 
   float o[kRowBlocks][kColumnBlocks][4];
@@ -328,93 +327,6 @@ struct WarpState {
         }
       }
     }
-  }
-
-  // An int4 cache. Its numbers, moved to the low bits of both halves of a word, are a pair of f16 numbers as they are:
-  // 2^-24 times as large, or 2^-20 if they are 4 bits further left. So a word of eight numbers takes five instructions.
-  // Zero points are subtracted from the sums: of K as far as Q is multiplied by them, of V by one more block of
-  // columns.
-
-  static constexpr uint32_t kLowNibbles = 0x000f000f, kHighNibbles = 0x00f000f0;
-
-  /// Pairs of numbers (i, i + 4) of a word. Those of odd i are 16 times as large.
-  __device__ __forceinline__ static void split_int4(uint32_t word, uint32_t (&pairs)[4]) {
-    pairs[0] = word & kLowNibbles;
-    pairs[1] = word & kHighNibbles;
-    word >>= 8;
-    pairs[2] = word & kLowNibbles;
-    pairs[3] = word & kHighNibbles;
-  }
-
-  /// s += Q K^T. `query(d, a)`: Q as Int4Query holds it. `k`: as in scores().
-  template <int kQkColumns, int kTokens, class KTile, class Query>
-  __device__ __forceinline__ void int4_scores(float (&s)[1][kTokens / 8][4], const Query& query, uint32_t k) const {
-    constexpr int kFragments = kTokens / 16, kLoads = ceil_div(kQkColumns, 64) * kFragments;
-    uint32_t words[2][4];  // of 16 tokens x 64 columns
-    ptx::ldmatrix_x4(words[0], k);
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const int n = i % kFragments, d = i / kFragments, next = i + 1;
-      if (next < kLoads) ptx::ldmatrix_x4(words[next % 2], KTile::block(k, next % kFragments, next / kFragments));
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (d * 64 + half * 32 >= kQkColumns) break;
-        uint32_t upper[4], lower[4];  // of eight tokens each
-        split_int4(words[i % 2][half], upper);
-        split_int4(words[i % 2][2 + half], lower);
-#pragma unroll
-        for (int step = 0; step < 2; ++step) {
-          uint32_t a[4];
-          query(d * 4 + half * 2 + step, a);
-          Element::mma(s[0][2 * n], a, upper[2 * step], upper[2 * step + 1]);
-          Element::mma(s[0][2 * n + 1], a, lower[2 * step], lower[2 * step + 1]);
-        }
-      }
-    }
-  }
-
-  /// o += P V, and to the last block P times `zero_points`: pairs, of this lane's tokens in p. Block 4 * i + j has the
-  /// columns that are j more than a multiple of 4, of the 32 from 32 * i on. `v`: as in accumulate().
-  template <int kTokens, class VTile>
-  __device__ __forceinline__ void int4_accumulate(const uint32_t (&p)[1][kTokens / 8][2],
-                                                  const uint32_t (&zero_points)[kTokens / 8], uint32_t v) {
-    constexpr int kFragments = ceil_div(kColumns, 64), kLoads = kTokens / 16 * kFragments;
-    uint32_t words[2][4];
-    ptx::ldmatrix_x4_trans(words[0], v);
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const int k = i / kFragments, d = i % kFragments, next = i + 1;
-      if (next < kLoads) ptx::ldmatrix_x4_trans(words[next % 2], VTile::block(v, next / kFragments, next % kFragments));
-      const uint32_t a[4] = {p[0][2 * k][0], p[0][2 * k][1], p[0][2 * k + 1][0], p[0][2 * k + 1][1]};
-      if (d == 0) Element::mma(o[0][kColumns / 8], a, zero_points[2 * k], zero_points[2 * k + 1]);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (d * 64 + half * 32 >= kColumns) break;
-        uint32_t upper[4], lower[4];  // tokens 0 to 7 and 8 to 15
-        split_int4(words[i % 2][2 * half], upper);
-        split_int4(words[i % 2][2 * half + 1], lower);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) Element::mma(o[0][d * 8 + half * 4 + c], a, upper[c], lower[c]);
-      }
-    }
-  }
-
-  /// Makes o the output: subtracts zero points, and undoes the powers of 2.
-  __device__ __forceinline__ void finish_int4() {
-#pragma unroll
-    for (int n = 0; n < kColumns / 8; ++n) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c)
-        o[0][n][c] = o[0][n][c] * (n % 2 == 0 ? 0x1p24f : 0x1p20f) - o[0][kColumns / 8][c] * 0x1p24f;
-    }
-  }
-
-  /// The first four or the `last` four of this lane's columns, 32 * i + 8t to 32 * i + 8t + 7, after finish_int4().
-  __device__ __forceinline__ float4 eight_outputs(int i, int last, int half, float factor) const {
-    const float (&block)[kColumnBlocks][4] = o[0];
-    const int c = 2 * half + last;
-    return make_float4(block[4 * i][c] * factor, block[4 * i + 1][c] * factor, block[4 * i + 2][c] * factor,
-                       block[4 * i + 3][c] * factor);
   }
 
   /// Columns 8 * n + 4t to 8 * n + 4t + 3 after dequantized_accumulate(); n is even.

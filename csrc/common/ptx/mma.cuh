@@ -75,6 +75,14 @@ __device__ __forceinline__ uint32_t load_word(uint32_t shared) {
   return d;
 }
 
+/// Of a matrix of 8 x 8 elements of 16 bits, of which lane (g, t) has elements 2t and 2t + 1 of row g: the same of the
+/// transposed matrix.
+__device__ __forceinline__ uint32_t transposed(uint32_t pair) {
+  uint32_t d;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(pair));
+  return d;
+}
+
 /// Two neighboring words, by each lane for itself.
 __device__ __forceinline__ void load_words(uint32_t (&d)[2], uint32_t shared) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(d[0]), "=r"(d[1]) : "r"(shared));

@@ -141,6 +141,13 @@ inline void ldmatrix_x4_trans(uint32_t (&d)[4], uint32_t shared) {
   }
 }
 
+inline uint32_t transposed(uint32_t pair) {
+  const emulation::Lanes<uint32_t> rows(pair, "movmatrix");
+  const int column = emulated_lane() / 4, row = emulated_lane() % 4 * 2;
+  const auto element = [&](int of_row) { return rows[of_row * 4 + column / 2] >> column % 2 * 16 & 0xffffu; };
+  return element(row) | element(row + 1) << 16;
+}
+
 inline uint32_t load_word(uint32_t shared) {
   uint32_t d;
   std::memcpy(&d, shared_pointer(shared, 4), 4);

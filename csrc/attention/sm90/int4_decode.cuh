@@ -1,0 +1,579 @@
+// Decode over an int4 cache: row tiles of 16 rows, multiplied with mma.sync as decode.cuh does, but with tokens and
+// columns of V as the rows of products. Products have 8 columns, for 8 rows of Q: with 8 query heads or fewer for a KV
+// head, a decode has half of the products, scores and outputs of decode.cuh.
+//
+// The stored numbers, moved to the low bits of both halves of a word, are pairs of f16 numbers as they are: 2^-24 times
+// as large, or 2^-20 if they are 4 bits further left. So a word of eight numbers takes five instructions. Zero points
+// are subtracted from the sums: K's as far as they are multiplied by the sum of a row of Q, V's by one more product.
+//
+// The two warpgroups take KV tiles in turn, their four warps a quarter of the tokens. The states of all eight warps
+// merge in shared memory at the end.
+#pragma once
+
+#include "attention/sm90/consumer.cuh"
+#include "attention/sm90/output.cuh"
+#include "attention/sm90/prepared_tiles.cuh"
+#include "attention/sm90/scores.cuh"
+#include "attention/sm90/traits.cuh"
+#include "attention/tile/rotation.cuh"
+#include "attention/tile/row_tile.cuh"
+#include "cache/kv_cache.h"
+#include "common/elements.cuh"
+#include "common/ptx/math.cuh"
+#include "common/ptx/mma.cuh"
+#include "common/ptx/warp.cuh"
+
+namespace attn::sm90 {
+
+/// Reduces the values of the eight lanes that have the same rows: lane % 4 is the same.
+template <class Combine>
+__device__ __forceinline__ float over_tokens(float x, const Combine& combine) {
+#pragma unroll
+  for (int step = 4; step < 32; step *= 2) x = combine(x, __shfl_xor_sync(ptx::kAllLanes, x, step));
+  return x;
+}
+
+/// Pairs of numbers (i, i + 4) of a word. Those of odd i are 16 times as large.
+__device__ __forceinline__ void split_int4(uint32_t word, uint32_t (&pairs)[4]) {
+  constexpr uint32_t kLow = 0x000f000f, kHigh = 0x00f000f0;
+  pairs[0] = word & kLow;
+  pairs[1] = word & kHigh;
+  word >>= 8;
+  pairs[2] = word & kLow;
+  pairs[3] = word & kHigh;
+}
+
+/// Rows of Q, in f16, as the second operand of products. Lane (g, t) has row g of each eight, columns 8t to 8t + 7 of
+/// each 32 in the order of split_int4(). Those that meet numbers 16 times as large are divided by 16.
+template <class Traits, int kEights>
+struct Int4Query {
+  using Element = typename Traits::Element;
+  using Query = QTile<Traits>;
+  static constexpr int kSteps = Traits::Shape::kQkMultiplied / 16;
+  static_assert(kSteps % 2 == 0);
+  uint32_t pairs[kEights][kSteps][2];
+  float to_score;          // what products are multiplied by
+  float sums[kEights][2];  // of rows 2t and 2t + 1, times 2^-24
+
+  /// `tile`: its first address. `rows`: that exist; others become zeros.
+  __device__ __forceinline__ void load(uint32_t tile, int rows) {
+    const int lane = ptx::lane_id();
+    const uint32_t address = tile + Query::offset(lane / 4, lane % 4);
+    float largest = 0.0f;
+#pragma unroll
+    for (int b = 0; b < kEights; ++b) {
+      const bool exists = 8 * b + lane / 4 < rows;
+#pragma unroll
+      for (int c = 0; c < kSteps / 2; ++c) {
+        uint32_t words[4];
+        ptx::load_words(words, (address ^ c % 2 * 64) + c / 2 * Query::kBlockBytes + b * 8 * Query::kRowBytes);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (!exists) words[i] = 0;
+          largest = fmaxf(largest, fmaxf(fabsf(Element::unpack(words[i])), fabsf(Element::unpack(words[i] >> 16))));
+        }
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+          pairs[b][2 * c + step][0] = __byte_perm(words[step], words[step + 2], 0x5410);
+          pairs[b][2 * c + step][1] = __byte_perm(words[step], words[step + 2], 0x7632);
+        }
+      }
+    }
+    convert(over_tokens(ptx::quad_max(largest), [](float x, float y) { return fmaxf(x, y); }));
+  }
+
+ private:
+  /// A power of 2 brings the largest number to [2^14, 2^15).
+  __device__ __forceinline__ void convert(float largest) {
+    const int32_t exponent =  // biased
+        min_of(127 + 14 + 127 - static_cast<int32_t>(__float_as_uint(largest) >> 23), 253);
+    const float factor = __uint_as_float(static_cast<uint32_t>(exponent) << 23);
+    to_score = __uint_as_float(static_cast<uint32_t>(min_of(254 + 24 - exponent, 254)) << 23);
+#pragma unroll
+    for (int b = 0; b < kEights; ++b) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float of_pair = i == 0 ? factor : factor * 0x1p-4f;
+          const uint32_t pair = pairs[b][step][i];
+          const uint32_t packed = Float16::pack(Element::unpack(pair) * of_pair, Element::unpack(pair >> 16) * of_pair);
+          pairs[b][step][i] = packed;
+          sum += (Float16::unpack(packed) + Float16::unpack(packed >> 16)) * (i == 0 ? 0x1p-24f : 0x1p-20f);
+        }
+      }
+      sum = ptx::quad_add(sum);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) sums[b][r] = __shfl_sync(ptx::kAllLanes, sum, (ptx::lane_id() % 4 * 2 + r) * 4);
+    }
+  }
+};
+
+/// A warp's rows of a work item in registers. Lane (g, t) = (lane / 4, lane % 4) holds rows 2t and 2t + 1 of each
+/// eight, and of each 32 columns of O those from 4g on: of a product's rows g and g + 8, numbers i and i + 2 of them.
+template <int kEights, int kColumns>
+struct Int4State {
+  static constexpr int kProducts = kColumns / 16;
+  static constexpr float kSlack = 8.0f;  // as WarpState's
+  float o[kEights][kProducts][4] = {};
+  float zeros[kEights][4] = {};  // the sums of probabilities times zero points
+  float maximum[kEights][2];     // of the scores, not scaled
+  float sum[kEights][2];         // of exp2(score * scale - maximum * scale), over this lane's tokens
+  float scale;                   // makes a score a logarithm to base 2; > 0
+
+  __device__ __forceinline__ explicit Int4State(float scale_) : scale(scale_) {
+#pragma unroll
+    for (int b = 0; b < kEights; ++b) {
+      maximum[b][0] = maximum[b][1] = minus_infinity();
+      sum[b][0] = sum[b][1] = 0.0f;
+    }
+  }
+
+  /// As WarpState::start_sum().
+  __device__ __forceinline__ void start_sum(bool counts) {
+#pragma unroll
+    for (int b = 0; b < kEights; ++b) {
+      maximum[b][0] = maximum[b][1] = 0.0f;
+      sum[b][0] = sum[b][1] = counts && ptx::lane_id() / 4 == 0 ? 1.0f : 0.0f;
+    }
+  }
+
+  /// Raises the maxima of rows where a score, with the logarithm of its weight, exceeds them by much.
+  template <int kFragments>
+  __device__ __forceinline__ void raise_maxima(const float (&s)[kEights][kFragments][4],
+                                               const float (&weights)[2 * kFragments]) {
+    const float per_score = __fdividef(1.0f, scale);
+    float logarithms[2 * kFragments];
+#pragma unroll
+    for (int i = 0; i < 2 * kFragments; ++i) logarithms[i] = ptx::lg2(weights[i]) * per_score;
+#pragma unroll
+    for (int b = 0; b < kEights; ++b) {
+      float highest[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        highest[r] = minus_infinity();
+#pragma unroll
+        for (int i = 0; i < 2 * kFragments; ++i)
+          highest[r] = fmaxf(highest[r], s[b][i / 2][i % 2 * 2 + r] + logarithms[i]);
+      }
+      const auto exceeds = [&](int r) { return (highest[r] - maximum[b][r]) * scale > kSlack; };
+      if (!__any_sync(ptx::kAllLanes, exceeds(0) || exceeds(1))) continue;
+      float correction[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        highest[r] = over_tokens(highest[r], [](float x, float y) { return fmaxf(x, y); });
+        // Only a row's own scores raise its maximum: its bits do not depend on other rows.
+        const float m = exceeds(r) ? highest[r] : maximum[b][r];
+        correction[r] = m == minus_infinity() ? 1.0f : ptx::ex2((maximum[b][r] - m) * scale);
+        maximum[b][r] = m;
+        sum[b][r] *= correction[r];
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        zeros[b][i] *= correction[i % 2];
+#pragma unroll
+        for (int n = 0; n < kProducts; ++n) o[b][n][i] *= correction[i % 2];
+      }
+    }
+  }
+
+  /// One step of the online softmax: turns scores into probabilities, times the weights of tokens, as the second
+  /// operand of products. Without softmax the scores are the probabilities.
+  template <bool kUsesSoftmax, int kFragments>
+  __device__ __forceinline__ void update(const float (&s)[kEights][kFragments][4],
+                                         const float (&weights)[2 * kFragments],
+                                         uint32_t (&p)[kEights][kFragments][2]) {
+    if constexpr (kUsesSoftmax) raise_maxima(s, weights);
+#pragma unroll
+    for (int b = 0; b < kEights; ++b) {
+      float base[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) base[r] = maximum[b][r] == minus_infinity() ? 0.0f : maximum[b][r] * scale;
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float weighted[2];
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const float score = s[b][f][2 * i + r];
+            float probability = score;
+            if constexpr (kUsesSoftmax) {
+              probability = ptx::ex2(score * scale - base[r]);
+              sum[b][r] += probability;
+            }
+            weighted[r] = probability * weights[2 * f + i];
+          }
+          p[b][f][i] = ptx::transposed(Float16::pack(weighted[0], weighted[1]));
+        }
+      }
+    }
+  }
+
+  /// O of row r of the lane's two, columns 32 * c + 4g to 32 * c + 4g + 3.
+  __device__ __forceinline__ float4 outputs(int b, int r, int c, float factor) const {
+    const float even = factor * 0x1p24f, odd = factor * 0x1p20f, zero = zeros[b][r] * even;
+    const float (&first)[4] = o[b][2 * c];
+    const float (&second)[4] = o[b][2 * c + 1];
+    return make_float4(first[r] * even - zero, second[r] * odd - zero, first[2 + r] * even - zero,
+                       second[2 + r] * odd - zero);
+  }
+};
+
+template <class Traits>
+struct Int4Decode {
+  using Variant = typename Traits::Variant;
+  using Shared = SharedMemory<Traits>;
+  using Place = typename Shared::KvPlace;
+  using Walk = KvWalk<Traits>;
+  using Keys = KTile<Traits>;
+  using Values = VTile<Traits>;
+  static constexpr bool kUsesSoftmax = Variant::kUsesSoftmax, kSkipsTiles = Variant::kSkipsTiles;
+  static constexpr int kParts = Shared::kParts;
+  static constexpr int kTokens = Traits::kTuning.kv_tile / 4;  // of a KV tile, that a warp takes
+  static constexpr int kFragments = kTokens / 16;
+  static constexpr int kFreedFor = 2;  // warps: its own, and one of the warpgroup that does not read the tile
+  static_assert(Traits::kTakesTilesInTurn);
+
+  const AttentionParams& params;
+  KvRing<Traits>& ring;
+  const Scores<Traits> scores{params};
+
+  __device__ __forceinline__ void run(const WorkItem& item, int q_stage) {
+    if (item.rows.count <= 8)
+      run_rows<1>(item, q_stage);
+    else
+      run_rows<2>(item, q_stage);
+  }
+
+ private:
+  template <int kEights>
+  using Rows = LaneRows<Variant, kEights, true>;
+
+  /// kEights: of rows.
+  template <int kEights>
+  __device__ __forceinline__ void run_rows(const WorkItem& item, int q_stage) {
+    using State = Int4State<kEights, Traits::kVColumns>;
+    const Shared& shared = ring.shared;
+    const int lane = ptx::lane_id(), row = consumer_warp() % 4 * kTokens;  // of a KV tile
+    if constexpr (Traits::kRewritesQuery)
+      rewrite_query<Traits, kSharingThreads>(params, item, shared.q(q_stage), 0, kWarpRows);
+    State state(scores.scale(item));
+    if constexpr (!kUsesSoftmax) state.start_sum(consumer_warp() == 0);
+    Rows<kEights> rows(params, item.rows, item.group, item.kv_head, 0);
+    const auto constants = scores.constants(item, 0);
+    Int4Query<Traits, kEights> query;
+    query.load(ptx::shared_address(shared.q(q_stage)), item.rows.count);
+
+    int32_t token = Walk::enter(Walk::first(params, item), rows) + row;
+    KvTileStart next{token, false};  // where the next iteration's KV tile begins
+    for (int tile = 0; tile < item.num_kv_tiles; ++tile,
+             token = kSkipsTiles ? Walk::enter(next, rows) + row : token + Walk::kStep,
+             ring.kv = ring.kv.ahead(2 * kParts)) {
+      if constexpr (kSkipsTiles)
+        next = Walk::next(params, item, token, item.num_kv_tiles - tile - 1);  // early: it may have to be loaded
+      const Place keys = ring.kv, values = ring.kv.ahead(kParts);
+      wait_full(keys);
+      if (tile % 2 != warpgroup()) {
+        // This warpgroup may need the same parts in the ring's next round. A wait tells phases apart by their parity
+        // only, so it must see this phase of their barriers, too.
+        wait_full(values);
+        continue;
+      }
+      float s[kEights][kFragments][4];
+      multiply_keys(query, s, keys, row);
+      free(keys);
+      const bool all_seen = token >= constants.unmasked.begin && token + kTokens <= constants.unmasked.end;
+      finish_scores(item, s, token, constants.cap_factor, all_seen, rows);
+      wait_full(values);
+      multiply_values(state, s, values, row, all_seen);
+      free(values);
+    }
+    write<kEights>(state, item, q_stage);
+  }
+
+  __device__ __forceinline__ void wait_full(const Place& tile) const {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) ring.shared.wait_kv_full(tile.ahead(part));
+  }
+  __device__ __forceinline__ void free(const Place& tile) const {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) ring.shared.free_kv(tile.ahead(part), kFreedFor);
+  }
+
+  /// The stored scales of the lane's tokens g + 8i.
+  __device__ __forceinline__ void load_scales(float (&stored)[2 * kFragments], const Place& tile, int row) const {
+    const uint32_t first = ring.shared.token_scales(tile.index) + (row + ptx::lane_id() / 4) * 4;
+#pragma unroll
+    for (int i = 0; i < 2 * kFragments; ++i) stored[i] = __uint_as_float(ptx::load_word(first + 32 * i));
+  }
+
+  /// S = K Q^T, times K's scales. The rows of products are tokens. `row`: of the tile, the warp's first.
+  template <int kEights>
+  __device__ __forceinline__ void multiply_keys(const Int4Query<Traits, kEights>& query,
+                                                float (&s)[kEights][kFragments][4], const Place& keys, int row) const {
+    constexpr uint32_t kInteger = 0x4b000000;  // 2^23: integers are its lowest bits
+    constexpr int kColumns = Traits::Shape::kQkMultiplied, kLoads = ceil_div(kColumns, 64) * kFragments;
+    const uint32_t k =
+        ptx::shared_address(ring.shared.kv(keys.index)) + row * Keys::kRowBytes + Keys::columns_first(ptx::lane_id());
+    uint32_t words[2][4];  // of 16 tokens x 64 columns
+    ptx::ldmatrix_x4(words[0], k);
+    float stored[2 * kFragments];
+    load_scales(stored, keys, row);
+#pragma unroll
+    for (int i = 0; i < 2 * kFragments; ++i) {
+      const float zero_point =
+          __uint_as_float((__float_as_uint(stored[i]) & Int4Scale::kZeroPoint) | kInteger) - 0x1p23f;
+#pragma unroll
+      for (int b = 0; b < kEights; ++b) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) s[b][i / 2][i % 2 * 2 + r] = -zero_point * query.sums[b][r];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int f = i % kFragments, d = i / kFragments, next = i + 1;
+      if (next < kLoads) ptx::ldmatrix_x4(words[next % 2], Keys::block(k, next % kFragments, next / kFragments));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (d * 64 + half * 32 >= kColumns) break;
+        uint32_t upper[4], lower[4];  // of eight tokens each
+        split_int4(words[i % 2][half], upper);
+        split_int4(words[i % 2][2 + half], lower);
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+          const uint32_t a[4] = {upper[2 * step], lower[2 * step], upper[2 * step + 1], lower[2 * step + 1]};
+#pragma unroll
+          for (int b = 0; b < kEights; ++b) {
+            const uint32_t (&q)[2] = query.pairs[b][d * 4 + half * 2 + step];
+            ptx::mma_f16(s[b][f], a, q[0], q[1]);
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * kFragments; ++i) {
+      const float factor = Int4Scale(stored[i]).scale * query.to_score;
+#pragma unroll
+      for (int b = 0; b < kEights; ++b) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) s[b][i / 2][i % 2 * 2 + r] *= factor;
+      }
+    }
+  }
+
+  /// Calls change(score, ScoreRow or row number, KV token of the row group) for every score of a lane.
+  template <int kEights, class Change>
+  __device__ __forceinline__ static void for_each(float (&s)[kEights][kFragments][4], int32_t first_token,
+                                                  const Change& change) {
+#pragma unroll
+    for (int b = 0; b < kEights; ++b) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int i = 0; i < 2 * kFragments; ++i)
+          change(s[b][i / 2][i % 2 * 2 + r], b, r, first_token + ptx::lane_id() / 4 + 8 * i);
+      }
+    }
+  }
+
+  /// As Scores::finish().
+  template <int kEights>
+  __device__ __forceinline__ void finish_scores(const WorkItem& item, float (&s)[kEights][kFragments][4],
+                                                int32_t first_token, float cap_factor, bool all_seen,
+                                                const Rows<kEights>& rows) const {
+    const Variant variant = variant_of<Traits>(params, item.kv_head);
+    if constexpr (Variant::kIsStandard) {
+      if (cap_factor != 0.0f)
+        for_each(s, 0, [&](float& score, int, int, int32_t) { score = quick_tanh(score * cap_factor); });
+    } else if (transforms_logits(variant)) {
+      for_each(s, first_token, [&](float& score, int b, int r, int32_t token) {
+        score *= scores.sm_scale(item);
+        if constexpr (VariantHooks<Variant>::kLogits)
+          score = variant.logits(score, rows.rows[b][r], rows.kv_offset + token);
+      });
+    }
+    if (!all_seen) {
+#pragma unroll
+      for (int b = 0; b < kEights; ++b) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int32_t position = item.rows.position(8 * b + ptx::lane_id() % 4 * 2 + r, params.group_size);
+          const TokenRange seen = item.visibility.seen_by_all(position, position, TokenRange{0, item.readable.end});
+#pragma unroll
+          for (int i = 0; i < 2 * kFragments; ++i) {
+            const int32_t token = first_token + ptx::lane_id() / 4 + 8 * i;
+            if (token < seen.begin || token >= seen.end) s[b][i / 2][i % 2 * 2 + r] = minus_infinity();
+          }
+        }
+      }
+    }
+    if constexpr (VariantHooks<Variant>::kMask) {
+      if (first_token < rows.seen.begin || first_token + kTokens > rows.seen.end) {
+        for_each(s, first_token, [&](float& score, int b, int r, int32_t token) {
+          if (!variant.mask(rows.rows[b][r], rows.kv_offset + token)) score = minus_infinity();
+        });
+      }
+    }
+    if constexpr (!kUsesSoftmax) {
+      for_each(s, 0, [&](float& score, int, int, int32_t) {
+        if (score == minus_infinity()) score = 0.0f;
+      });
+    }
+  }
+
+  /// O += V^T P^T, with V's scales in P. The rows of products are columns of V. If no row sees a token, its scale may
+  /// be NaN or infinite. Limits keep such scales out of P.
+  template <class State, int kEights>
+  __device__ __forceinline__ void multiply_values(State& state, const float (&s)[kEights][kFragments][4],
+                                                  const Place& values, int row, bool all_seen) const {
+    constexpr float kSmallest = 1e-30f, kLargest = 1e30f;
+    constexpr int kColumns = Traits::kVColumns, kLoadsOfFragment = ceil_div(kColumns, 64);
+    constexpr int kLoads = kFragments * kLoadsOfFragment;
+    const int lane = ptx::lane_id();
+    const uint32_t v =
+        ptx::shared_address(ring.shared.kv(values.index)) + row * Values::kRowBytes + Values::rows_first(lane);
+    uint32_t words[2][4];  // of 16 tokens x 64 columns
+    ptx::ldmatrix_x4_trans(words[0], v);
+    float weights[2 * kFragments];
+    load_scales(weights, values, row);
+    uint32_t zero_points[2 * kFragments];  // of tokens 8i + 2t and 8i + 2t + 1
+#pragma unroll
+    for (int i = 0; i < 2 * kFragments; ++i) {
+      uint32_t stored[2];
+      ptx::load_words(stored, ring.shared.token_scales(values.index) + (row + 8 * i + lane % 4 * 2) * 4);
+      zero_points[i] = __byte_perm(stored[0], stored[1], 0x5410) & Int4Scale::kZeroPoint * 0x10001u;
+      weights[i] = Int4Scale(weights[i]).scale;
+    }
+    if (!all_seen) {
+#pragma unroll
+      for (float& weight : weights) weight = fminf(fmaxf(weight, kSmallest), kLargest);
+    }
+    uint32_t p[kEights][kFragments][2];
+    state.template update<kUsesSoftmax>(s, weights, p);
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int f = i / kLoadsOfFragment, d = i % kLoadsOfFragment, next = i + 1;
+      if (next < kLoads)
+        ptx::ldmatrix_x4_trans(words[next % 2], Values::block(v, next / kLoadsOfFragment, next % kLoadsOfFragment));
+      if (d == 0) {
+        const uint32_t a[4] = {zero_points[2 * f], zero_points[2 * f], zero_points[2 * f + 1], zero_points[2 * f + 1]};
+#pragma unroll
+        for (int b = 0; b < kEights; ++b) ptx::mma_f16(state.zeros[b], a, p[b][f][0], p[b][f][1]);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (d * 64 + half * 32 >= kColumns) break;
+        uint32_t upper[4], lower[4];  // tokens 0 to 7 and 8 to 15
+        split_int4(words[i % 2][2 * half], upper);
+        split_int4(words[i % 2][2 * half + 1], lower);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const uint32_t a[4] = {upper[j], upper[j + 2], lower[j], lower[j + 2]};
+#pragma unroll
+          for (int b = 0; b < kEights; ++b) ptx::mma_f16(state.o[b][d * 4 + half * 2 + j], a, p[b][f][0], p[b][f][1]);
+        }
+      }
+    }
+  }
+
+  /// As write_merged_warps(): the states of all warps merge, eight rows at a time.
+  template <int kEights, class State>
+  __device__ __forceinline__ void write(State& state, const WorkItem& item, int q_stage) const {
+    using Element = typename Traits::OutElement;
+    constexpr int kWarps = kSharingWarps, kColumns = Traits::kVColumns, kHeadColumns = OTile<Traits>::kHeadColumns;
+    constexpr int kChunks = kColumns / 4;  // of 16 bytes
+    static_assert(kWarps * 8 * kChunks * 16 <= Shared::kLayout.q_stage_bytes && kChunks % 8 == 0, "they fit, permuted");
+    struct alignas(16) OfWarps {
+      float by_warp[kWarps];
+    };
+    const Shared& shared = ring.shared;
+    const ItemTarget<Traits> target(params, item, Shared::requests(item));
+    const int lane = ptx::lane_id(), warp = consumer_warp();
+    OfWarps* const row_maxima = reinterpret_cast<OfWarps*>(shared.row_states());  // [row of the tile], scaled
+    OfWarps* const row_sums = row_maxima + kWarpRows;
+    char* const outputs = shared.q(q_stage);
+    // [warp][row][column]; a row's chunks are permuted so that the rows which a store touches at once fall into
+    // different banks.
+    const auto output_chunk = [&](int of_warp, int row, int chunk) {
+      return reinterpret_cast<float4*>(outputs + (of_warp * 8 + row) * kChunks * 16 + ((chunk ^ (row & 6)) << 4));
+    };
+#pragma unroll
+    for (int b = 0; b < kEights; ++b) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float sum = over_tokens(state.sum[b][r], [](float x, float y) { return x + y; });
+        if (lane >= 4) continue;
+        row_maxima[8 * b + 2 * lane + r].by_warp[warp] = state.maximum[b][r] * state.scale;
+        row_sums[8 * b + 2 * lane + r].by_warp[warp] = sum;
+      }
+    }
+    Consumers::sync();
+#pragma unroll
+    for (int b = 0; b < kEights; ++b) {
+      float lse[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int tile_row = 8 * b + lane % 4 * 2 + r;
+        const OfWarps warp_maxima = row_maxima[tile_row], warp_sums = row_sums[tile_row];
+        float maximum = minus_infinity();
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) maximum = fmaxf(maximum, warp_maxima.by_warp[w]);
+        const float base = maximum == minus_infinity() ? 0.0f : maximum;
+        float sum = 0.0f;
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) sum += warp_sums.by_warp[w] * ptx::ex2(warp_maxima.by_warp[w] - base);
+        // The factor that normalizes this warp's output.
+        const float correction = ptx::ex2(state.maximum[b][r] * state.scale - base);
+        float factor = sum > 0.0f ? __fdividef(correction, sum) : 0.0f;
+        lse[r] = state_lse(base, sum);
+        if (target.has_sinks()) {
+          const RowEnd with_sink = target.end_row_with_sink(maximum, sum, tile_row);
+          factor = correction * with_sink.factor;
+          lse[r] = with_sink.lse;
+        }
+        if (tile_row >= item.rows.count) continue;
+#pragma unroll
+        for (int c = 0; c < kColumns / 32; ++c)
+          *output_chunk(warp, tile_row % 8, 8 * c + lane / 4) = state.outputs(b, r, c, factor);
+      }
+      // As in write_merged_warps().
+      if (b + 1 == kEights) Consumers::fence_outputs();
+      Consumers::sync();
+#pragma unroll 1
+      for (int i = Consumers::thread(); i < 8 * kChunks; i += kSharingThreads) {  // 4 columns a thread
+        const int row = i / kChunks, chunk = i % kChunks;
+        char* const to = target.place(8 * b + row).o;
+        // Lanes that have nothing to write take part in rotating.
+        if (!Variant::kRotates && (to == nullptr || chunk * 4 >= kHeadColumns)) continue;
+        float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) {
+          const float4 part = *output_chunk(w, row, chunk);
+          total = make_float4(total.x + part.x, total.y + part.y, total.z + part.z, total.w + part.w);
+        }
+        if constexpr (Variant::kRotates) {
+          total = rotate_four_back<kHeadColumns>(total, chunk * 4);
+          if (to == nullptr || chunk * 4 >= kHeadColumns) continue;
+        }
+        if (target.complete) {
+          float out[4] = {total.x, total.y, total.z, total.w};
+          target.transform(out, 8 * b + row, chunk * 4);
+          store_four<Element>(to + chunk * 4 * Element::kBytes, out);
+        } else {
+          reinterpret_cast<float4*>(to)[chunk] = total;
+        }
+      }
+      if (warp == kWarps - 1 && lane < 4) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          if (float* const to = target.place(8 * b + lane * 2 + r).lse; to != nullptr) *to = lse[r] * target.lse_unit();
+        }
+      }
+      if (b + 1 < kEights) Consumers::sync();  // before other rows' outputs replace these
+    }
+  }
+};
+
+}  // namespace attn::sm90
