@@ -75,8 +75,7 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
                                         WorkCursor cursor) {
   using Shared = SharedMemory<Traits>;
   constexpr bool kIsWide = is_wide(Traits::Shape::kDims);
-  static_assert(kIsWide || !Traits::kTakesTilesInTurn ||
-                    Traits::kTuning.max_parts_in_flight + 2 * Shared::kParts <= Shared::kKvParts,
+  static_assert(kIsWide || Shared::kParts > 1 || Traits::kTuning.max_parts_in_flight + 2 <= Shared::kKvParts,
                 "what tiles_after_mma relies on");
   const AttentionParams& params = tma_params.attention;
   const KvShare<Traits> share(ptx::thread_id() / 32);
@@ -146,7 +145,7 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
           } else {
             dequantizer.fill(copier, tile, head, count, limited, look_up, place);
           }
-          if (Traits::kTakesTilesInTurn) tiles_after_mma = for_mma ? Shared::kKvParts / 2 + 1 : tiles_after_mma - count;
+          if (Shared::kParts == 1) tiles_after_mma = for_mma ? Shared::kKvParts / 2 + 1 : tiles_after_mma - count;
           is_filled = true;
         }
       }
@@ -158,11 +157,11 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
         // issued first, because they have few entries to wait for.
         if (Copier::kGathers && !last) look_up();
         if (!kIsWide) wait_for_part<Traits>(shared, place, for_mma || tiles_after_mma > 0);
-        // Where warpgroups take tiles in turn, one warpgroup frees an item's last tile for both, and the other only
-        // waits on its barrier. The other one must observe the phase before the stage is refilled, or it would wait for
-        // a later phase of the same parity. While few parts are in flight, refilling the stage requires freed parts of
-        // the next item. No consumer reaches that item before all have synchronized at the end of this one.
-        if (Traits::kTakesTilesInTurn) tiles_after_mma = for_mma ? Shared::kKvParts / 2 + 1 : tiles_after_mma - 1;
+        // Where stages are not divided, one warpgroup frees an item's last tile for both, and the other only waits on
+        // its barrier. The other one must observe the phase before the stage is refilled, or it would wait for a later
+        // phase of the same parity. While few parts are in flight, refilling the stage requires freed parts of the next
+        // item. No consumer reaches that item before all have synchronized at the end of this one.
+        if (Shared::kParts == 1) tiles_after_mma = for_mma ? Shared::kKvParts / 2 + 1 : tiles_after_mma - 1;
         constexpr int kBlocks = KvShare<Traits>::kMaxBlocks, kLeftBlocks = KvShare<Traits>::kLeftBlocks;
         if constexpr (kIsWide) {
           const typename Shared::KvPlace right = place.ahead(1);  // freed first, and multiplied first

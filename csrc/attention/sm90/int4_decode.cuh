@@ -232,9 +232,8 @@ struct Int4Decode {
   static constexpr bool kUsesSoftmax = Variant::kUsesSoftmax, kSkipsTiles = Variant::kSkipsTiles;
   static constexpr int kParts = Shared::kParts;
   static constexpr int kTokens = Traits::kTuning.kv_tile / 4;  // of a KV tile, that a warp takes
-  static constexpr int kFragments = kTokens / 16;
   static constexpr int kFreedFor = 2;  // warps: its own, and one of the warpgroup that does not read the tile
-  static_assert(Traits::kTakesTilesInTurn);
+  static_assert(Shared::kKvParts % (4 * kParts) == 0, "a warpgroup always has the same stages, within an item");
 
   const AttentionParams& params;
   KvRing<Traits>& ring;
@@ -255,6 +254,7 @@ struct Int4Decode {
   template <int kEights>
   __device__ __forceinline__ void run_rows(const WorkItem& item, int q_stage) {
     using State = Int4State<kEights, Traits::kVColumns>;
+    constexpr int kStep = kEights == 1 ? kTokens : kTokens / 2;  // tokens at a time, as registers allow
     const Shared& shared = ring.shared;
     const int lane = ptx::lane_id(), row = consumer_warp() % 4 * kTokens;  // of a KV tile
     if constexpr (Traits::kRewritesQuery)
@@ -266,51 +266,62 @@ struct Int4Decode {
     Int4Query<Traits, kEights> query;
     query.load(ptx::shared_address(shared.q(q_stage)), item.rows.count);
 
-    int32_t token = Walk::enter(Walk::first(params, item), rows) + row;
-    KvTileStart next{token, false};  // where the next iteration's KV tile begins
-    for (int tile = 0; tile < item.num_kv_tiles; ++tile,
-             token = kSkipsTiles ? Walk::enter(next, rows) + row : token + Walk::kStep,
-             ring.kv = ring.kv.ahead(2 * kParts)) {
-      if constexpr (kSkipsTiles)
-        next = Walk::next(params, item, token, item.num_kv_tiles - tile - 1);  // early: it may have to be loaded
+    // The other warpgroup's tiles are passed over. Their barriers need no wait: the tile that had a stage before has
+    // been this warpgroup's, or of an item before, at whose end all warps have met.
+    KvTileStart start = Walk::first(params, item);
+    if (warpgroup() == 1) {
+      start = next_tile(item, start.token, 1, 1);
+      ring.kv = ring.kv.ahead(2 * kParts);
+    }
+    for (int tile = warpgroup(); tile < item.num_kv_tiles; tile += 2) {
+      const int32_t token = Walk::enter(start, rows) + row;
+      start = next_tile(item, start.token, tile + 2, 2);  // early: it may have to be loaded
       const Place keys = ring.kv, values = ring.kv.ahead(kParts);
       wait_full(keys);
-      if (tile % 2 != warpgroup()) {
-        // This warpgroup may need the same parts in the ring's next round. A wait tells phases apart by their parity
-        // only, so it must see this phase of their barriers, too.
+#pragma unroll 1
+      for (int step = 0; step < kTokens; step += kStep) {
+        float s[kEights][kStep / 16][4];
+        multiply_keys(query, s, keys, row + step);
+        if (step + kStep == kTokens) free(keys);
+        const bool all_seen =
+            token + step >= constants.unmasked.begin && token + step + kStep <= constants.unmasked.end;
+        finish_scores(item, s, token + step, constants.cap_factor, all_seen, rows);
         wait_full(values);
-        continue;
+        multiply_values(state, s, values, row + step, all_seen);
       }
-      float s[kEights][kFragments][4];
-      multiply_keys(query, s, keys, row);
-      free(keys);
-      const bool all_seen = token >= constants.unmasked.begin && token + kTokens <= constants.unmasked.end;
-      finish_scores(item, s, token, constants.cap_factor, all_seen, rows);
-      wait_full(values);
-      multiply_values(state, s, values, row, all_seen);
       free(values);
+      ring.kv = ring.kv.ahead(tile + 1 < item.num_kv_tiles ? 4 * kParts : 2 * kParts);
     }
     write<kEights>(state, item, q_stage);
   }
 
-  __device__ __forceinline__ void wait_full(const Place& tile) const {
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) ring.shared.wait_kv_full(tile.ahead(part));
+  /// Where KV tile number `number` of the item begins, `tiles` after that at `token`.
+  __device__ __forceinline__ KvTileStart next_tile(const WorkItem& item, int32_t token, int number, int tiles) const {
+    if constexpr (kSkipsTiles)
+      return Walk::next(params, item, token, max_of(item.num_kv_tiles - number, 0));
+    else
+      return KvTileStart{token + tiles * Walk::kStep, false};
   }
-  __device__ __forceinline__ void free(const Place& tile) const {
+
+  __device__ __forceinline__ void wait_full(Place tile) const {
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) ring.shared.free_kv(tile.ahead(part), kFreedFor);
+    for (int part = 0; part < kParts; ++part, ++tile.index) ring.shared.wait_kv_full(tile);
+  }
+  __device__ __forceinline__ void free(Place tile) const {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part, ++tile.index) ring.shared.free_kv(tile, kFreedFor);
   }
 
   /// The stored scales of the lane's tokens g + 8i.
-  __device__ __forceinline__ void load_scales(float (&stored)[2 * kFragments], const Place& tile, int row) const {
+  template <int kCount>
+  __device__ __forceinline__ void load_scales(float (&stored)[kCount], const Place& tile, int row) const {
     const uint32_t first = ring.shared.token_scales(tile.index) + (row + ptx::lane_id() / 4) * 4;
 #pragma unroll
-    for (int i = 0; i < 2 * kFragments; ++i) stored[i] = __uint_as_float(ptx::load_word(first + 32 * i));
+    for (int i = 0; i < kCount; ++i) stored[i] = __uint_as_float(ptx::load_word(first + 32 * i));
   }
 
   /// S = K Q^T, times K's scales. The rows of products are tokens. `row`: of the tile, the warp's first.
-  template <int kEights>
+  template <int kEights, int kFragments>
   __device__ __forceinline__ void multiply_keys(const Int4Query<Traits, kEights>& query,
                                                 float (&s)[kEights][kFragments][4], const Place& keys, int row) const {
     constexpr uint32_t kInteger = 0x4b000000;  // 2^23: integers are its lowest bits
@@ -364,7 +375,7 @@ struct Int4Decode {
   }
 
   /// Calls change(score, ScoreRow or row number, KV token of the row group) for every score of a lane.
-  template <int kEights, class Change>
+  template <int kEights, int kFragments, class Change>
   __device__ __forceinline__ static void for_each(float (&s)[kEights][kFragments][4], int32_t first_token,
                                                   const Change& change) {
 #pragma unroll
@@ -379,7 +390,7 @@ struct Int4Decode {
   }
 
   /// As Scores::finish().
-  template <int kEights>
+  template <int kEights, int kFragments>
   __device__ __forceinline__ void finish_scores(const WorkItem& item, float (&s)[kEights][kFragments][4],
                                                 int32_t first_token, float cap_factor, bool all_seen,
                                                 const Rows<kEights>& rows) const {
@@ -410,7 +421,7 @@ struct Int4Decode {
       }
     }
     if constexpr (VariantHooks<Variant>::kMask) {
-      if (first_token < rows.seen.begin || first_token + kTokens > rows.seen.end) {
+      if (first_token < rows.seen.begin || first_token + 16 * kFragments > rows.seen.end) {
         for_each(s, first_token, [&](float& score, int b, int r, int32_t token) {
           if (!variant.mask(rows.rows[b][r], rows.kv_offset + token)) score = minus_infinity();
         });
@@ -425,7 +436,7 @@ struct Int4Decode {
 
   /// O += V^T P^T, with V's scales in P. The rows of products are columns of V. If no row sees a token, its scale may
   /// be NaN or infinite. Limits keep such scales out of P.
-  template <class State, int kEights>
+  template <class State, int kEights, int kFragments>
   __device__ __forceinline__ void multiply_values(State& state, const float (&s)[kEights][kFragments][4],
                                                   const Place& values, int row, bool all_seen) const {
     constexpr float kSmallest = 1e-30f, kLargest = 1e30f;

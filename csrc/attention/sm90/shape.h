@@ -201,14 +201,18 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, KvForm kv = 2) {
   Tuning tuning = first_for(kFloat8Tunings, dims);
   if (!kv.has_token_scales) return tuning;
   tuning.has_token_scales = true;
-  if (tuning.dequantized_stages == 2) tuning.kv_stages = 8;  // two fewer: there is no room for more
+  if (tuning.dequantized_stages == 2) tuning.kv_stages = 8;    // two fewer: there is no room for more
+  if (kv.is_int4 && decodes_int4(dims)) {
+    tuning.kv_stages = 8;  // warpgroups take pairs of them in turn
+    tuning.max_parts_in_flight = min_of(tuning.max_parts_in_flight, tuning.kv_stages * tuning.stage_parts);
+  }
   return tuning;
 }
 
-/// Of kernels whose row tiles of 16 rows multiply stored numbers of int4. Their consumers need more registers.
-/// Warpgroups take KV tiles in turn, so that a warp has 32 tokens at a time (max_parts_in_flight).
+/// Of kernels whose row tiles of 16 rows multiply stored numbers of int4 (int4_decode.cuh). Their consumers need more
+/// registers.
 ATTN_HD constexpr Tuning for_int4(Tuning tuning) {
-  tuning.max_parts_in_flight = min_of(tuning.max_parts_in_flight, (tuning.kv_stages - 2) * tuning.stage_parts);
+  tuning.max_parts_in_flight = tuning.kv_stages * tuning.stage_parts;
   if (tuning.max_qk > 64) tuning.producer_registers = 88;
   return tuning;
 }

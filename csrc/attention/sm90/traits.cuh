@@ -47,9 +47,6 @@ struct HopperTraits : Kernel {
   static constexpr Tuning kTuning = kTransformsEarly  ? with_producer_registers(kTuningOfShape, 72)
                                     : kMultipliesInt4 ? for_int4(kTuningOfShape)
                                                       : kTuningOfShape;
-  /// In row tiles for mma.sync the warpgroups take KV tiles in turn. Else each takes half of the tokens of each KV
-  /// tile.
-  static constexpr bool kTakesTilesInTurn = kTuning.stage_parts == 1 || kMultipliesInt4;
   /// The KV tiles of an item are taken from the last to the first. A bias with a slope mostly grows from token to token
   /// (ALiBi's does): rows then find their maxima among their nearest tokens, and can keep them (prefill.cuh).
   static constexpr bool kTakesLastFirst = kTuning.keeps_maxima && Hooks::kBiasSlope;
