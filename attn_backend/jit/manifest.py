@@ -309,8 +309,8 @@ def merge_name(element: str, variant: str = "") -> str:
 
 
 def append_qkv_name(element: str, kv_element: str | None = None, rotation: bool = False) -> str:
-    """element: of heads. kv_element: of a cache of another type, from kv_element_of(); one kernel writes all
-    8-bit caches, and another one those with a scale for each token and head. int4 has its own. rotation:
+    """element: of heads. kv_element: of a cache of another type, from kv_element_of(). One kernel
+    writes all 8-bit caches, another one all with a scale for each token and head, except for int4. rotation:
     rotates K and V.
     """
     of_cache = "float8" if kv_element in CUDA_KV_ELEMENTS else kv_element

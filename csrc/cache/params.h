@@ -93,8 +93,8 @@ enum class RotaryTable : int32_t {
 
 /// Appends a projection's Q, K and V. Normalizes the heads of Q and K (RMS) and rotates them (RoPE). Writes Q to q_out,
 /// and K and V to slot slots[token] of the cache, in the cache's type. Values for an 8-bit cache are divided by its
-/// scales first, or by token_scale(), which is stored. An Int4Quantizer makes those of an int4 cache. Negative slots
-/// and slots beyond the cache are skipped.
+/// scales first, or by token_scale(), which is stored. An Int4Quantizer makes the numbers of an int4 cache. Negative
+/// slots and slots beyond the cache are skipped.
 struct QkvParams {
   HeadRows q, k, v;
   HeadRows q_out;    // written; may be q

@@ -24,7 +24,7 @@ ATTN_HD constexpr int32_t bytes_of(DataType dtype) {
   return dtype == DataType::kFloat32 ? 4 : has_8_bits(dtype) ? 1 : 2;
 }
 
-/// What a row of `columns` columns has of that.
+/// The same count for a row of `columns` columns.
 ATTN_HD constexpr int32_t stored_columns(int32_t columns, DataType dtype) {
   return dtype == DataType::kInt4 ? columns / 2 : columns;
 }

@@ -2,9 +2,10 @@
 // columns of V as the rows of products. Products have 8 columns, for 8 rows of Q: with 8 query heads or fewer for a KV
 // head, a decode has half of the products, scores and outputs of decode.cuh.
 //
-// The stored numbers, moved to the low bits of both halves of a word, are pairs of f16 numbers as they are: 2^-24 times
-// as large, or 2^-20 if they are 4 bits further left. So a word of eight numbers takes five instructions. Zero points
-// are subtracted from the sums: K's as far as they are multiplied by the sum of a row of Q, V's by one more product.
+// The stored numbers need no conversion. Moved to the low bits of both halves of a word, two of them are a pair of f16
+// numbers, 2^-24 times as large; or 2^-20 if they are 4 bits further left. So a word of eight numbers takes five
+// instructions. Zero points are subtracted from the sums. Scores start at a zero point of K times the sum of a row of
+// Q. Zero points of V are one more product.
 //
 // The two warpgroups take KV tiles in turn, their four warps a quarter of the tokens. The states of all eight warps
 // merge in shared memory at the end.
@@ -33,7 +34,7 @@ __device__ __forceinline__ float over_tokens(float x, const Combine& combine) {
   return x;
 }
 
-/// Pairs of numbers (i, i + 4) of a word. Those of odd i are 16 times as large.
+/// Pairs of numbers (i, i + 4) of a word; 16 times as large if i is odd.
 __device__ __forceinline__ void split_int4(uint32_t word, uint32_t (&pairs)[4]) {
   constexpr uint32_t kLow = 0x000f000f, kHigh = 0x00f000f0;
   pairs[0] = word & kLow;

@@ -30,7 +30,7 @@ __device__ __forceinline__ void write_requests(const AttentionParams& params, co
 }
 
 /// The rows of a work item whose scores a lane holds, as variants see them: made once for an item, if the variant looks
-/// at them. kTransposed: rows are the columns of products, eight in a block, of which a lane has two neighbors.
+/// at them. kTransposed: rows are the columns of products. A block has eight, and a lane two neighbors.
 template <class Variant, int kRowBlocks, bool kTransposed = false>
 struct LaneRows {
   static constexpr int kBlockRows = kTransposed ? 8 : 16;

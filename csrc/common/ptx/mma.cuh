@@ -75,8 +75,7 @@ __device__ __forceinline__ uint32_t load_word(uint32_t shared) {
   return d;
 }
 
-/// Of a matrix of 8 x 8 elements of 16 bits, of which lane (g, t) has elements 2t and 2t + 1 of row g: the same of the
-/// transposed matrix.
+/// Transposes a matrix of 8 x 8 elements of 16 bits. Lane (g, t) has elements 2t and 2t + 1 of row g.
 __device__ __forceinline__ uint32_t transposed(uint32_t pair) {
   uint32_t d;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(pair));
