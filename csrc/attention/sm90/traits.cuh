@@ -41,7 +41,7 @@ struct HopperTraits : Kernel {
   /// are multiplied. There registers are scarce, too. Not where the producer dequantizes either: it needs them.
   static constexpr bool kTransformsEarly =
       Kernel::kTransformsCache && !kDequantizesInFeed && kTuningOfShape.stage_parts > 1;
-  /// Row tiles for mma.sync multiply stored numbers of Int4 (decode.cuh).
+  /// Row tiles for mma.sync multiply stored numbers of Int4 (int4_decode.cuh).
   static constexpr bool kMultipliesInt4 = kIsInt4 && kDequantizesInRegisters;
   // The consumers that transform early need more registers than others.
   static constexpr Tuning kTuning = kTransformsEarly  ? with_producer_registers(kTuningOfShape, 72)
