@@ -436,11 +436,14 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
 }
 
 /// As many CTAs share a multiprocessor as fit without spilled registers.
-constexpr bool kKernelComputesScales =
-    kKernelRounding == Rounding::kByTokenScales || kKernelRounding == Rounding::kTo4Bits;
 constexpr int kRotatingCtasPerSm = kKernelRounding == Rounding::kTo4Bits ? 4 : 5;
-constexpr int kPlainCtasPerSm = kKernelRotates ? kRotatingCtasPerSm : kKernelRounding == Rounding::k16Bits ? 9 : 8;
-constexpr int kNormedCtasPerSm = kKernelRotates ? kRotatingCtasPerSm : kKernelComputesScales ? 6 : 7;
+constexpr int kPlainCtasPerSm = kKernelRotates                          ? kRotatingCtasPerSm
+                                : kKernelRounding == Rounding::k16Bits  ? 9
+                                : kKernelRounding == Rounding::kTo4Bits ? 7
+                                                                        : 8;
+constexpr int kNormedCtasPerSm = kKernelRotates                               ? kRotatingCtasPerSm
+                                 : kKernelRounding < Rounding::kByTokenScales ? 7
+                                                                              : 6;
 constexpr int kGeneralCtasPerSm = kKernelRotates ? kRotatingCtasPerSm : 8;
 
 }  // namespace attn

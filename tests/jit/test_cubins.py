@@ -28,7 +28,9 @@ def test_kernel_set_is_complete() -> None:
     samplers = {f"sampling_{source}" for source in ("f32", "f16", "bf16", "probs", "speculative")}
     shapes += [f"bf16_e4m3_d{head_dim}_standard" for head_dim in (64, 128, 256)]
     shapes += [
-        f"bf16_{form}_tokens_d{head_dim}_standard" for form in ("e4m3", "int8") for head_dim in (64, 128)
+        f"bf16_{form}_tokens_d{head_dim}_standard"
+        for form in ("e4m3", "int8", "int4")
+        for head_dim in (64, 128)
     ]
     shapes += [f"bf16{cache}_to_e4m3_d128_standard" for cache in ("", "_e4m3")]
     # on Hopper one kernel serves all caches
@@ -47,7 +49,9 @@ def test_kernel_set_is_complete() -> None:
         "merge_states_bf16",
     }
     appends = {"append", "append_latent"} | {
-        f"append_qkv_{dtype}{cache}" for dtype in ("bf16", "f16") for cache in ("", "_float8", "_tokens")
+        f"append_qkv_{dtype}{cache}"
+        for dtype in ("bf16", "f16")
+        for cache in ("", "_float8", "_tokens", "_int4")
     }
     alibi = [f"{dtype}_d{head_dim}_alibi" for dtype in ("bf16", "f16") for head_dim in (64, 128)]
     everywhere = (
@@ -60,7 +64,7 @@ def test_kernel_set_is_complete() -> None:
     dequantizers = {
         f"dequantize_{dtype}_{stored}"
         for dtype in ("bf16", "f16")
-        for stored in ("e4m3", "e5m2", "e4m3_tokens", "int8_tokens")
+        for stored in ("e4m3", "e5m2", "e4m3_tokens", "int8_tokens", "int4_tokens")
     }
     hopper = dequantizers | {
         f"attention_{design}_{shape}"
@@ -84,7 +88,7 @@ def test_kernels_that_ci_leaves_out_are_like_others() -> None:
             if name.startswith("sampling"):
                 like = {"sm_90a": "sampling_bf16", "sm_80": "sampling_f32"}[arch]
             assert like in distinct["sm_80" if "_sm80_" in name else arch], name
-    assert {arch: len(names) for arch, names in left_out.items()} == {"sm_90a": 65, "sm_80": 18}
+    assert {arch: len(names) for arch, names in left_out.items()} == {"sm_90a": 67, "sm_80": 18}
     for name in ("attention_sm80_bf16_d128_standard", "attention_sm90_f16_d128_standard"):
         assert name in distinct["sm_90a"]
 
@@ -116,6 +120,8 @@ def test_names_say_what_kernels_are_for() -> None:
         ("append_qkv_bf16_rotated", " --rotation"),
         ("append_qkv_f16_float8_rotated", " --kv-dtype float8_e4m3fn --rotation"),
         ("append_qkv_f16_tokens_rotated", " --kv-dtype float8_e4m3fn --token-scales --rotation"),
+        ("append_qkv_f16_int4_rotated", " --kv-dtype int4 --rotation"),
+        ("attention_sm90_bf16_int4_tokens_d32_standard", " --head-dim 32 --kv-dtype int4"),
     ):
         assert manifest.compile_options(name) == options
         source = manifest.source_of(name, "sm_90a")

@@ -201,7 +201,7 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, KvForm kv = 2) {
   Tuning tuning = first_for(kFloat8Tunings, dims);
   if (!kv.has_token_scales) return tuning;
   tuning.has_token_scales = true;
-  if (tuning.dequantized_stages == 2) tuning.kv_stages = 8;    // two fewer: there is no room for more
+  if (tuning.dequantized_stages == 2) tuning.kv_stages = 8;  // two fewer: there is no room for more
   if (kv.is_int4 && decodes_int4(dims)) {
     tuning.kv_stages = 8;  // warpgroups take pairs of them in turn
     tuning.max_parts_in_flight = min_of(tuning.max_parts_in_flight, tuning.kv_stages * tuning.stage_parts);
