@@ -140,7 +140,10 @@ CUDA_HEAD_DIMS_TEXT = (
 )
 FLOAT8_Q_TEXT = f"None, or dtype, with heads of more than {_MAX_CUDA_HEAD_DIM} columns on CUDA"
 ROTATION_TEXT = f"at most {MAX_ROTATED_COLUMNS} with rotation"
-TOKEN_SCALES_TEXT = f"at most {_MAX_CUDA_HEAD_DIM} on CUDA over a cache with a scale for each token and head"
+TOKEN_SCALES_TEXT = (
+    f"at most {_MAX_CUDA_HEAD_DIM} on CUDA over a cache with a scale for each token and head, and a multiple "
+    f"of 32 over int4"
+)
 LATENT_HEAD_DIMS_TEXT = (
     "another one: rows of DeepSeek V3.2's latents are for head_dim = 576, head_dim_v = 512"
 )

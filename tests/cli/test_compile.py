@@ -109,6 +109,10 @@ REFUSED = {
         *("--kv-dtype", "int8", "--token-scales"),
         *("--head-dim", "512", "--arch", "sm_80"),
     ],
+    "--head-dim is 72, must be at most 256 on CUDA over a cache with a scale for each token and head, and a "
+    "multiple of 32 over int4": [
+        *("--kv-dtype", "int4", "--head-dim", "72", "--arch", "sm_80"),
+    ],
     "--float8-q is given, must not come with --rotation": [
         *ON_CPU,
         *("--kv-dtype", "float8_e4m3fn", "--float8-q", "--rotation"),

@@ -25,6 +25,7 @@ ROW_GROUPS = "tests/csrc/test_attention_row_groups.py"
 FLOAT8_OUTPUTS = ("tests/csrc/test_float8_output_kernels.py", "-k", "16_bits and hopper and 64-64")
 FEED = ("tests/csrc/test_feed_kernels.py", "-k", "bits_of_prompts or many_orders")
 FLOAT8_QUERIES = ("tests/csrc/test_float8_kernels.py", "-k", "queries_of_8_bits and hopper and 64")
+INT4_KERNELS = ("tests/csrc/test_token_scale_kernels.py", "-k", "random and hopper and int4 and 128")
 SGLANG = ("tests/adapters/sglang/test_sglang_backend.py",)
 VLLM = ("tests/adapters/vllm",)
 CUBINS = ("tests/jit/test_cubins.py",)
@@ -1040,6 +1041,34 @@ FAULTS = (
         "= params.v_scales.of(place, item.head)",
         "= params.k_scales.of(place, item.head)",
         ("tests/kernels/test_token_scales.py", "-k", "test_random_cases and cpu-0"),
+    ),
+    Fault(
+        "int4 decode: zero points of K are not subtracted",
+        "csrc/attention/sm90/int4_decode.cuh",
+        "= -zero_point * query.sums[b][r];",
+        "= 0.0f;",
+        INT4_KERNELS,
+    ),
+    Fault(
+        "int4 decode: a warpgroup waits for half of a tile",
+        "csrc/attention/sm90/int4_decode.cuh",
+        "    for (int part = 0; part < kParts; ++part, ++tile.index) ring.shared.wait_kv_full(tile);\n",
+        "    ring.shared.wait_kv_full(tile);\n",
+        INT4_KERNELS,
+    ),
+    Fault(
+        "int4 in the ring: a row has the scale of the row before",
+        "csrc/attention/feed/dequantizer.cuh",
+        "share_.token_scale(shared_, part, number)",
+        "share_.token_scale(shared_, part, number ^ 1)",
+        INT4_KERNELS,
+    ),
+    Fault(
+        "append: no zero point",
+        "csrc/cache/params.h",
+        "    scale.zero_point = rounded(-smallest / scale.scale);\n",
+        "    scale.zero_point = 0;\n",
+        ("tests/kernels/test_token_scales.py", "-k", "append_writes and int4"),
     ),
     Fault(
         "8-bit products: the host takes their sizes for variants that transform rows",

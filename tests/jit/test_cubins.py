@@ -121,7 +121,10 @@ def test_names_say_what_kernels_are_for() -> None:
         ("append_qkv_f16_float8_rotated", " --kv-dtype float8_e4m3fn --rotation"),
         ("append_qkv_f16_tokens_rotated", " --kv-dtype float8_e4m3fn --token-scales --rotation"),
         ("append_qkv_f16_int4_rotated", " --kv-dtype int4 --rotation"),
-        ("attention_sm90_bf16_int4_tokens_d32_standard", " --head-dim 32 --kv-dtype int4"),
+        (
+            "attention_sm90_bf16_int4_tokens_rotated_d32_standard",
+            " --head-dim 32 --kv-dtype int4 --rotation",
+        ),
     ):
         assert manifest.compile_options(name) == options
         source = manifest.source_of(name, "sm_90a")
