@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attn_backend.adapters.metrics import record_attention
 from attn_backend.kernels.attention import Attention
+from attn_backend.metadata.kv_cache import CacheDtype
 from attn_backend.settings import Settings
 from attn_backend.variants import Variant, builtin
 
@@ -62,6 +63,7 @@ class LayerSpec(NamedTuple):
         head_dim_v: columns of a head of V; None: head_dim.
         kv_dtype: dtype of a cache that differs from the output's; None: they are equal.
         token_scales: whether the cache has a scale for each token and head.
+        rotation: whether append rotates rows of K and V.
         float8_out: whether some layers' outputs may be float8_e4m3fn, with a scale.
     """
 
@@ -84,8 +86,9 @@ class LayerSpec(NamedTuple):
     has_sinks: bool = False
     logits_soft_cap: float = 0.0
     head_dim_v: int | None = None
-    kv_dtype: torch.dtype | None = None
+    kv_dtype: CacheDtype | None = None
     token_scales: bool = False
+    rotation: bool = False
     float8_out: bool = False
 
     @property
@@ -261,6 +264,7 @@ def attention_of(
         sinks=spec.has_sinks,
         float8_out=spec.float8_out,
         token_scales=spec.token_scales,
+        rotation=spec.rotation,
     )
     has_cascade = cascade and use_cascade() and not batch_invariant
     record_attention(attention, has_cascade, time.perf_counter() - begin)

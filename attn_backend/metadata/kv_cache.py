@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ from ..validation import (
 
 _Views = TypeVar("_Views")
 SCALED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)  # of caches with separate scales
-INT4 = "int4"  # stored as uint8; torch has no such dtype
-CacheDtype = torch.dtype | str  # INT4 is the only str
+INT4: Literal["int4"] = "int4"  # stored as uint8; torch has no such dtype
+CacheDtype = torch.dtype | Literal["int4"]
 # Of caches with a scale for each token and head.
 TOKEN_SCALED_DTYPES: tuple[CacheDtype, ...] = (torch.float8_e4m3fn, torch.int8, INT4)
 INT4_COLUMNS = 32  # head_dim is a multiple
@@ -310,6 +310,11 @@ class KVCache:
             check_same_device(name, check_plain(name, scale), "k", self.device)
             return scale
         return checked_scale(name, scale)
+
+
+def stored_columns(columns: int, dtype: CacheDtype) -> int:
+    """Elements that so many columns of a row take in the tensor of a cache of this dtype."""
+    return columns // 2 if dtype == INT4 else columns
 
 
 def _is_of_tokens(scale: Scale) -> bool:

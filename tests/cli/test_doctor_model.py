@@ -173,7 +173,7 @@ def test_answers_on_a_cpu(
         ("vllm", configs.LLAMA_3, "nvfp4", REFUSED),
         ("vllm", configs.LLAMA_3, "fp8_ds_mla", REFUSED),
         ("vllm", configs.LLAMA_3, "int8_per_token_head", SERVED),
-        ("vllm", configs.LLAMA_3, "int4_per_token_head", REFUSED),
+        ("vllm", configs.LLAMA_3, "int4_per_token_head", SERVED),
         ("vllm", configs.gemma_4(None), "int8_per_token_head", REFUSED),
         ("vllm", configs.gemma_4(None), "fp8", SERVED),
         ("vllm", configs.DEEPSEEK_V3, "fp8_per_token_head", REFUSED),

@@ -421,7 +421,11 @@ def test_pages_of_vllm_have_room_for_a_scale_of_each_token_and_head(
     dtypes = release.find("vllm.utils.torch_utils", "STR_DTYPE_TO_TORCH_DTYPE")
     assert isinstance(names, ast.Assign)
     assert isinstance(dtypes, ast.Assign)
-    for name, dtype in (("int8_per_token_head", torch.int8), ("fp8_per_token_head", torch.uint8)):
+    for name, dtype, columns in (
+        ("int8_per_token_head", torch.int8, 2 * 128),
+        ("fp8_per_token_head", torch.uint8, 2 * 128),
+        ("int4_per_token_head", torch.uint8, 128),  # two in a byte
+    ):
         assert name in ast.literal_eval(names.value.slice)  # type: ignore[attr-defined]
         assert f"'{name}': {dtype}" in ast.unparse(dtypes)
         mode = made["KVQuantMode"][name.upper()]
@@ -438,12 +442,12 @@ def test_pages_of_vllm_have_room_for_a_scale_of_each_token_and_head(
             release.parameters("vllm.v1.attention.backend:AttentionBackend.customize_spec") is not None
         )
         if asks:
-            fields["state_content_bytes"] = 2 * 128 + 8  # compat.with_bytes_of_scales
+            fields["state_content_bytes"] = columns + 8  # compat.with_bytes_of_scales
         for spec in (
             made["FullAttentionSpec"](**fields),
             made["SlidingWindowSpec"](sliding_window=20, **fields),
         ):
-            assert spec.page_size_bytes == 32 * 4 * (2 * 128 + 8)
+            assert spec.page_size_bytes == 32 * 4 * (columns + 8)
 
 
 @pytest.mark.parametrize("version", CHECKED["sglang"])

@@ -10,14 +10,15 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from attn_backend.adapters.layers import LayerSpec
 from attn_backend.jit.manifest import SHIPPED_FLOAT8_OUT_HEAD_DIMS, HeadDims
 from attn_backend.kernels.append import append_kv
-from attn_backend.metadata.kv_cache import KVCache
+from attn_backend.metadata.kv_cache import INT4, CacheDtype, KVCache, stored_columns
 
 from . import compat
 from .compat import outside_memory_pools
 from .metadata import AttnMetadata, window_left
 from .rules import (
     ATTN_TYPES,
-    EIGHT_BIT_CACHES,
+    BYTE_CACHES,
+    FLOAT8_CACHES,
     HEAD_SIZES,
     OTHER_BACKEND,
     OTHER_CACHE,
@@ -34,9 +35,12 @@ def has_float8_outputs(head_size: int, device: torch.device) -> bool:
     return device.type != "cuda" or HeadDims.of(head_size) in SHIPPED_FLOAT8_OUT_HEAD_DIMS
 
 
-def bytes_of_scales(kv_cache_dtype: str) -> int:
-    """Bytes of the scales of a token and head, in the last dimension of the cache's shape."""
-    return compat.BYTES_OF_SCALES if kv_cache_dtype in TOKEN_SCALED_CACHES else 0
+def elements_of_row(columns: int, kv_cache_dtype: str) -> int:
+    """The last dimension of the cache's shape, for K and V of so many columns: elements of a token and head,
+    with the bytes of their scales.
+    """
+    dtype = TOKEN_SCALED_CACHES.get(kv_cache_dtype)
+    return columns if dtype is None else stored_columns(columns, dtype) + compat.BYTES_OF_SCALES
 
 
 class AttnImpl(AttentionImpl[AttnMetadata]):
@@ -114,7 +118,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         is_decoder, is_encoder = attn_type == AttentionType.DECODER, attn_type == AttentionType.ENCODER_ONLY
         window = window_left(sliding_window)
         # an encoder reads this step's K and V, which are in no cache
-        self.cache_dtype = None if is_encoder else EIGHT_BIT_CACHES.get(kv_cache_dtype)
+        self.cache_dtype = None if is_encoder else BYTE_CACHES.get(kv_cache_dtype)
         self.has_token_scales = self.cache_dtype is not None and kv_cache_dtype in TOKEN_SCALED_CACHES
         # a causal step has no tokens to the right
         sees_right = window >= 0 and (not is_decoder or compat.may_see_both_sides())
@@ -132,6 +136,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             head_dim_v=None if heads.v == head_size else heads.v,
             kv_dtype=self.cache_dtype,
             token_scales=self.has_token_scales,
+            rotation=self.cache_dtype == INT4,
             float8_out=heads.v == head_size
             and not shares_kv
             and not self.has_token_scales
@@ -289,14 +294,17 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         if key.shape[0] != tokens:
             tokens = min(tokens, key.shape[0])
             key, value, slot_mapping = key[:tokens], value[:tokens], slot_mapping[:tokens]
-        append_kv(key, value, self._view(layer, kv_cache), slot_mapping)
+        append_kv(key, value, self._view(layer, kv_cache), slot_mapping, rotation=self.spec.rotation)
 
     def _view(self, layer: Any, kv_cache: torch.Tensor) -> KVCache:
-        if self.has_token_scales:
-            assert self.cache_dtype is not None
+        if self.cache_dtype is not None and self.has_token_scales:
             return token_scaled_view(kv_cache, self.head_size, self.cache_dtype)
         return kv_cache_view(
-            kv_cache, self.head_size, self.cache_dtype, layer, writes=not self._shares_cache(layer)
+            kv_cache,
+            self.head_size,
+            FLOAT8_CACHES.get(self.kv_cache_dtype),
+            layer,
+            writes=not self._shares_cache(layer),
         )
 
     def _shares_cache(self, layer: Any) -> bool:
@@ -357,7 +365,7 @@ def kv_cache_view(
     return view
 
 
-def token_scaled_view(kv_cache: torch.Tensor, head_size: int, dtype: torch.dtype) -> KVCache:
+def token_scaled_view(kv_cache: torch.Tensor, head_size: int, dtype: CacheDtype) -> KVCache:
     """The K, the V and the scales of a layer's cache with a scale for each token and head, kept like
     kv_cache_view().
 
@@ -369,7 +377,7 @@ def token_scaled_view(kv_cache: torch.Tensor, head_size: int, dtype: torch.dtype
     HND pages.
 
     Args:
-        kv_cache: 8 bits, [blocks, num_kv_heads, page, columns of K and of V + 8].
+        kv_cache: of one-byte elements, [blocks, num_kv_heads, page, bytes of K and of V + 8].
         head_size: columns of K.
         dtype: of the elements.
 
@@ -386,13 +394,14 @@ def token_scaled_view(kv_cache: torch.Tensor, head_size: int, dtype: torch.dtype
     if not is_by_head and (head_stride, token_stride) != (row, heads * row):
         refuse(f"a KV cache of strides {data.stride()} with a scale for each token and head", OTHER_CACHE)
     rows = page if is_by_head else page * heads  # that lie side by side
+    k_bytes = stored_columns(head_size, dtype)
     parts = data.as_strided(
         (blocks, heads if is_by_head else 1, rows * row), (block_stride, head_stride, 1)
-    ).split([rows * head_size, rows * (row - compat.BYTES_OF_SCALES - head_size), 4 * rows, 4 * rows], dim=2)
+    ).split([rows * k_bytes, rows * (row - compat.BYTES_OF_SCALES - k_bytes), 4 * rows, 4 * rows], dim=2)
 
     def rows_of(part: torch.Tensor) -> torch.Tensor:
-        """Elements [blocks, page, heads, columns]."""
-        part = part.view(dtype).unflatten(2, (rows, -1))
+        """Elements [blocks, page, heads, columns]; of int4, bytes of two."""
+        part = (part if isinstance(dtype, str) else part.view(dtype)).unflatten(2, (rows, -1))
         return part.transpose(1, 2) if is_by_head else part.squeeze(1).unflatten(1, (page, heads))
 
     def scales_of(part: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,9 @@ from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from attn_backend.jit.manifest import HeadDims
 
 from . import compat
-from .attention import AttnImpl, CpuAttnImpl, bytes_of_scales
+from .attention import AttnImpl, CpuAttnImpl, elements_of_row
 from .metadata import AttnMetadataBuilder
-from .rules import EIGHT_BIT_CACHES, OTHER_CACHE, TOKEN_SCALED_CACHES, unsupported_cache
+from .rules import BYTE_CACHES, OTHER_CACHE, TOKEN_SCALED_CACHES, unsupported_cache
 from .support import with_ways_out
 
 
@@ -32,7 +32,7 @@ class AttnBackend(AttentionBackend):
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *EIGHT_BIT_CACHES]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *BYTE_CACHES]
     forward_includes_kv_cache_update: bool = False
 
     @staticmethod
@@ -61,7 +61,7 @@ class AttnBackend(AttentionBackend):
         **kwargs: Any,
     ) -> tuple[int, ...]:
         """Shape of a layer's KV cache (compat.py says which releases ask)."""
-        return (num_blocks, num_kv_heads, block_size, 2 * head_size + bytes_of_scales(cache_dtype_str))
+        return (num_blocks, num_kv_heads, block_size, elements_of_row(2 * head_size, cache_dtype_str))
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
@@ -200,7 +200,7 @@ class DiffKvBackend(AttnBackend):
         **kwargs: Any,
     ) -> tuple[int, ...]:
         columns = head_size + DiffKvBackend.head_size_v
-        return (num_blocks, num_kv_heads, block_size, columns + bytes_of_scales(cache_dtype_str))
+        return (num_blocks, num_kv_heads, block_size, elements_of_row(columns, cache_dtype_str))
 
 
 class CpuDiffKvImpl(DiffKvImpl, CpuAttnImpl):

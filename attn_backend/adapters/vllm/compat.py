@@ -97,6 +97,8 @@ def with_bytes_of_scales(kv_cache_spec: Any) -> Any:
     if spec.state_content_bytes is not None:
         return spec
     columns = spec.head_size + head_size_v(spec)
+    if mode is not None and mode.name == "INT4_PER_TOKEN_HEAD":
+        columns //= 2
     return replace(spec, state_content_bytes=columns * spec.dtype.itemsize + BYTES_OF_SCALES)
 
 

@@ -18,13 +18,14 @@ from attn_backend.adapters.layers import LayerSpec, Spans, attention_of, layer_v
 from attn_backend.adapters.metrics import export_counts
 from attn_backend.adapters.served import warn_if_untried
 from attn_backend.kernels.attention import Attention
+from attn_backend.metadata.kv_cache import INT4
 from attn_backend.metadata.page_table import PageTable
 from attn_backend.metadata.views import BSRView
 
 from . import compat, sampler
 from .compat import outside_memory_pools
 from .dcp import ContextParallel, has_context
-from .rules import EIGHT_BIT_CACHES, TOKEN_SCALED_CACHES
+from .rules import BYTE_CACHES, TOKEN_SCALED_CACHES
 from .support import (
     logger,
     refuse,
@@ -191,7 +192,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
                 arguments = variant_args_of(spec, spans=self.spans)
                 return SharedAttention(spec, make(spec), spec.run_soft_cap, arguments)
             of_all_ranks = spec._replace(num_qo_heads=spec.num_qo_heads * self.context_parallel.size)
-            new_tokens = spec._replace(of_this_step=True, kv_dtype=None, token_scales=False)
+            new_tokens = spec._replace(of_this_step=True, kv_dtype=None, token_scales=False, rotation=False)
             context = make(of_all_ranks)
             return SharedAttention(spec, make(new_tokens, cascade=False), spec.run_soft_cap, None, context)
 
@@ -296,8 +297,11 @@ def layer_specs(vllm_config: Any, kv_cache_spec: Any, layer_names: list[str]) ->
         spec = LayerSpec(*heads, window)
         if has_8_bits(kv_cache_spec):
             cache = vllm_config.cache_config.cache_dtype
-            has_scales = cache in TOKEN_SCALED_CACHES
-            spec = spec._replace(kv_dtype=EIGHT_BIT_CACHES[cache], token_scales=has_scales)
+            spec = spec._replace(
+                kv_dtype=BYTE_CACHES[cache],
+                token_scales=cache in TOKEN_SCALED_CACHES,
+                rotation=TOKEN_SCALED_CACHES.get(cache) == INT4,
+            )
         specs = {spec}
     return sorted(specs, key=str)
 

@@ -23,6 +23,7 @@ from attn_backend.adapters.checkpoint import (
     refused,
 )
 from attn_backend.jit.manifest import MLA_HEAD_DIMS, HeadDims
+from attn_backend.metadata.kv_cache import INT4, INT4_COLUMNS, CacheDtype
 from attn_backend.validation import describe
 
 OTHER_BACKEND = "choose another --attention-backend"
@@ -35,13 +36,22 @@ LATENT_HEAD_SIZES = [MLA_HEAD_DIMS.qk]
 # Cache dtypes by vLLM's names. When vLLM makes a layer, "auto" is the model's dtype: vLLM has resolved what a
 # checkpoint declares.
 PLAIN_CACHES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-FLOAT8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-# with a scale for each token and head, which append computes
-TOKEN_SCALED_CACHES = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}
-EIGHT_BIT_CACHES = FLOAT8_CACHES | TOKEN_SCALED_CACHES
+FLOAT8_CACHES: dict[str, torch.dtype] = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+# with a scale for each token and head, which append computes; rows of int4 are rotated
+TOKEN_SCALED_CACHES: dict[str, CacheDtype] = {
+    "int8_per_token_head": torch.int8,
+    "fp8_per_token_head": torch.float8_e4m3fn,
+    "int4_per_token_head": INT4,
+}
+# those whose tensors have one-byte elements in vLLM
+BYTE_CACHES: dict[str, CacheDtype] = {**FLOAT8_CACHES, **TOKEN_SCALED_CACHES}
 # a row is 576 numbers, with the scale of the layer
 FLOAT8_LATENTS = tuple(name for name, dtype in FLOAT8_CACHES.items() if dtype == torch.float8_e4m3fn)
-CACHES = ("auto", *PLAIN_CACHES, *EIGHT_BIT_CACHES)
+CACHES = ("auto", *PLAIN_CACHES, *BYTE_CACHES)
 LATENT_CACHES = ("auto", *PLAIN_CACHES, *FLOAT8_LATENTS)
 # rows of 656 bytes, with scales for each block of columns; only behind an indexer
 SCALED_LATENTS = "fp8_ds_mla"
@@ -67,9 +77,11 @@ def unsupported_cache(heads: HeadDims, kv_cache_dtype: str, device: str) -> str 
     """
     if kv_cache_dtype not in CACHES:
         return f"a KV cache of dtype {kv_cache_dtype}"
-    if device == "cuda" and heads.is_wide and kv_cache_dtype in TOKEN_SCALED_CACHES:
-        return f"a KV cache of dtype {kv_cache_dtype} for heads of {heads} columns"
-    return None
+    dtype = TOKEN_SCALED_CACHES.get(kv_cache_dtype)
+    refused = device == "cuda" and heads.is_wide and dtype is not None
+    if dtype == INT4:
+        refused |= not heads.may_be_rotated or heads.qk % INT4_COLUMNS != 0
+    return f"a KV cache of dtype {kv_cache_dtype} for heads of {heads} columns" if refused else None
 
 
 def unsupported_argument(name: str, value: Any) -> str | None:

@@ -1,5 +1,6 @@
-"""Layers over 8-bit caches with a scale for each token and head (--kv-cache-dtype int8_per_token_head and
-fp8_per_token_head): the bytes of a page, and attention compared with float64 over the stored values.
+"""Layers over caches with a scale for each token and head (--kv-cache-dtype int8_per_token_head,
+fp8_per_token_head and int4_per_token_head): the bytes of a page, and attention compared with float64 over the
+stored values.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from float8_cases import split_int4
+from rotations import rotated, rotated_back
 from torch import Tensor
 
 pytest.importorskip("vllm.v1", reason="needs vLLM")
@@ -41,15 +44,18 @@ from attn_backend.adapters.vllm.compat import STRIDE_ORDERS
 from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder, layer_specs
 from attn_backend.adapters.vllm.mla import MlaBackend
 from attn_backend.adapters.vllm.rules import TOKEN_SCALED_CACHES
-from attn_backend.metadata.kv_cache import KVCache
+from attn_backend.metadata.kv_cache import INT4, KVCache
 
 CACHES = list(TOKEN_SCALED_CACHES)
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-STORED = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.uint8}  # vLLM's dtype of the tensor
-MODES = {
-    "int8_per_token_head": KVQuantMode.INT8_PER_TOKEN_HEAD,
-    "fp8_per_token_head": KVQuantMode.FP8_PER_TOKEN_HEAD,
-}
+# vLLM's dtype of the tensor
+STORED = {name: torch.int8 if name == "int8_per_token_head" else torch.uint8 for name in CACHES}
+MODES = {name: KVQuantMode[name.upper()] for name in CACHES}
+
+
+def row_bytes(name: str, head_size: int) -> int:
+    """Of K and V of a token and head, with their scales."""
+    return (head_size if TOKEN_SCALED_CACHES[name] == INT4 else 2 * head_size) + 8
 
 
 def spec_of(name: str, num_kv_heads: int = 2, head_size: int = 64, **fields: Any) -> Any:
@@ -61,7 +67,8 @@ def spec_of(name: str, num_kv_heads: int = 2, head_size: int = 64, **fields: Any
 
 def cache_of(name: str, memory: str = "NHD", num_kv_heads: int = 2, head_size: int = 64) -> Tensor:
     """As vLLM passes it. All of its bytes are 0xFF, also scales: NaN."""
-    cache = make_cache(memory, num_kv_heads, head_size + 4, torch.float8_e4m3fn).view(torch.uint8)
+    width = row_bytes(name, head_size) // 2
+    cache = make_cache(memory, num_kv_heads, width, torch.float8_e4m3fn).view(torch.uint8)
     return cache.fill_(0xFF).view(STORED[name])
 
 
@@ -79,6 +86,13 @@ def builder_of(impls: list[AttnImpl], dtype: torch.dtype, **spec: Any) -> AttnMe
 def held(x: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     """In float64: K or V [tokens, heads, columns] as attention sees it."""
     of_cache = TOKEN_SCALED_CACHES[name]
+    if of_cache == INT4:
+        rows = rotated(x)
+        smallest, largest_ = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
+        step = ((largest_ - smallest) / 15).clamp(min=1e-6)
+        zero = (-smallest / step).round().clamp(0, 15)
+        return rotated_back(((rows / step + zero).round().clamp(0, 15) - zero) * step)
+    assert isinstance(of_cache, torch.dtype)
     largest = LARGEST[of_cache]
     scale = (x.float().abs().amax(-1, keepdim=True) / largest).clamp(min=1e-6)
     elements = x.float() / scale
@@ -112,12 +126,18 @@ def read_both(
     view, slots, both = view_of(impl, cache), torch.cat(batch.slots), []
     for x, elements, scale in ((k, view.k, view.k_scale), (v, view.v, view.v_scale)):
         assert isinstance(scale, Tensor)
-        stored = (elements.float() * scale[..., None]).to(dtype).double().flatten(0, 1)
+        if impl.cache_dtype == INT4:
+            step, zero = split_int4(scale)
+            numbers = torch.stack([elements & 15, elements >> 4], dim=-1).flatten(-2) - zero[..., None]
+            stored = rotated_back(numbers * step[..., None].double()).flatten(0, 1)
+        else:
+            stored = (elements.float() * scale[..., None]).to(dtype).double().flatten(0, 1)
         expected = held(x[slots], impl.kv_cache_dtype, dtype)
         tolerance = 1e-2 if dtype == torch.bfloat16 else 2e-3 if dtype == torch.float16 else 1e-5
         close = torch.isclose(stored[slots], expected, rtol=tolerance, atol=1e-12)
         assert close.double().mean() > 0.98
-        step = expected.abs().amax(-1, keepdim=True) / 13  # of the largest elements in e4m3
+        # of the largest elements in e4m3; an int4 step is spread over the row
+        step = expected.abs().amax(-1, keepdim=True) / (7 if impl.cache_dtype == INT4 else 13)
         assert ((stored[slots] - expected).abs() <= step).all()
         both.append(stored)
     return both[0], both[1]
@@ -145,7 +165,7 @@ def add_1_to_each_byte(view: KVCache) -> None:
 @pytest.mark.parametrize(
     "layout", [item.name for item in getattr(kv_cache_interface, "KVCacheLayout", [])] or ["none"]
 )
-@pytest.mark.parametrize(("num_kv_heads", "head_size", "page"), [(2, 64, 16), (1, 128, 32), (8, 72, 16)])
+@pytest.mark.parametrize(("num_kv_heads", "head_size", "page"), [(2, 64, 16), (1, 128, 32), (8, 96, 16)])
 def test_all_bytes_of_vllms_pages_are_used_once(
     layout: str, name: str, num_kv_heads: int, head_size: int, page: int
 ) -> None:
@@ -154,7 +174,7 @@ def test_all_bytes_of_vllms_pages_are_used_once(
         pytest.skip("this release asks the backend for the shape")
     spec = replace(spec_of(name, num_kv_heads, head_size), block_size=page)
     num_blocks, num_layers = 3, 2
-    assert spec.page_size_bytes == page * num_kv_heads * (2 * head_size + 8)
+    assert spec.page_size_bytes == page * num_kv_heads * row_bytes(name, head_size)
     order = kv_cache_interface.KVCacheLayout[layout]
     raw = torch.zeros(num_blocks * num_layers * spec.page_size_bytes, dtype=torch.int8)
     _, *strides = kv_cache_interface.compute_layout_strides(spec, num_blocks, num_layers, order)
@@ -166,7 +186,11 @@ def test_all_bytes_of_vllms_pages_are_used_once(
     for cache in caches:
         assert cache.dtype == STORED[name]
         view = token_scaled_view(cache, head_size, TOKEN_SCALED_CACHES[name])
-        assert view.k.shape == view.v.shape == (num_blocks, page, num_kv_heads, head_size)
+        assert (
+            view.k.shape
+            == view.v.shape
+            == (num_blocks, page, num_kv_heads, (row_bytes(name, head_size) - 8) // 2)
+        )
         assert all(x.data_ptr() % 8 == 0 and x.stride(1) % 8 == 0 for x in (view.k, view.v))
         assert view.k_scale.stride(1) == view.v_scale.stride(1) == 1  # one sector has 8 scales of a head
         add_1_to_each_byte(view)
@@ -180,7 +204,7 @@ def test_pages_of_releases_that_ask_for_the_shape(order: tuple[str, bool], name:
     num_blocks, num_layers, heads, width = 3, 2, 2, 64
     shape = AttnBackend.get_kv_cache_shape(num_blocks, PAGE, heads, width, cache_dtype_str=name)
     assert shape == AttnBackend.get_kv_cache_shape(num_blocks, PAGE, heads, width, name)
-    assert shape[1] * shape[2] * shape[3] == 2 * PAGE * heads * width + 2 * PAGE * heads * 4
+    assert shape[1] * shape[2] * shape[3] == PAGE * heads * row_bytes(name, width)
     permutation = STRIDE_ORDERS[order]
     whole = (num_layers, *shape) if order[1] else shape
     raw = torch.zeros(torch.Size(whole).numel(), dtype=torch.uint8)
@@ -325,22 +349,30 @@ def test_outputs_have_no_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         True,
         False,
         False,
+        False,
     ]
 
 
 def test_plan_keys() -> None:
     keys = [
-        (spec.kv_dtype, spec.token_scales)
+        (spec.kv_dtype, spec.token_scales, spec.rotation)
         for spec in (make_impl(kv_cache_dtype=name).spec for name in ("fp8", *CACHES))
     ]
-    assert keys == [(torch.float8_e4m3fn, False), (torch.int8, True), (torch.float8_e4m3fn, True)]
+    assert keys == [
+        (torch.float8_e4m3fn, False, False),
+        (torch.int8, True, False),
+        (torch.float8_e4m3fn, True, False),
+        (INT4, True, True),
+    ]
 
 
 @pytest.mark.parametrize("name", CACHES)
 def test_plans_of_layers_that_vllm_does_not_know(name: str) -> None:
     config = make_config(cache_config=SimpleNamespace(cache_dtype=name))
     assert layer_specs(config, make_spec(dtype=STORED[name]), ["placeholder"]) == [
-        LayerSpec(6, 2, 64, -1, kv_dtype=TOKEN_SCALED_CACHES[name], token_scales=True)
+        LayerSpec(
+            6, 2, 64, -1, kv_dtype=TOKEN_SCALED_CACHES[name], token_scales=True, rotation=name == CACHES[2]
+        )
     ]
 
 
@@ -379,7 +411,7 @@ def test_layers_that_skip_8_bits(name: str, skipped: list[str], has_16_bits: lis
         assert layer.query_quant is None  # Q stays as it is
         spec = backend.customize_spec(layer.get_kv_cache_spec(config))
         assert spec.dtype == (dtype if is_plain else STORED[name])
-        row = 2 * 64 * 2 if is_plain else 2 * 64 + 8
+        row = 2 * 64 * 2 if is_plain else row_bytes(name, 64)
         assert spec.page_size_bytes == spec.block_size * 2 * row
         model = SimpleNamespace(dtype=dtype, get_num_attention_heads=lambda config: 6)
         of_engine = make_config({"layer": layer}, model_config=model, cache_config=config.cache_config)
