@@ -104,6 +104,12 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         unsupported = unsupported_cache(heads, kv_cache_dtype, device.type)
         if unsupported is not None:
             self._refuse(unsupported, "pass fp8 or the model's dtype as --kv-cache-dtype")
+        has_window = sliding_window is not None
+        if TOKEN_SCALED_CACHES.get(kv_cache_dtype) == INT4 and has_window and not compat.halves_windows():
+            self._refuse(
+                f"a KV cache of dtype {kv_cache_dtype} in a layer with a sliding window",
+                "use vLLM 0.28 or later, or pass --kv-cache-dtype int8_per_token_head",
+            )
         if sinks is not None and sinks.shape != (num_heads,):
             self._refuse(f"sinks of shape {tuple(sinks.shape)} in a layer of {num_heads} heads")
         for name, value in extra.items():

@@ -52,6 +52,7 @@ from vllm.v1.attention.backends.mla.prefill.registry import (
     register_mla_prefill_backend,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from attn_backend.settings import Settings
 
@@ -100,6 +101,14 @@ def with_bytes_of_scales(kv_cache_spec: Any) -> Any:
     if mode is not None and mode.name == "INT4_PER_TOKEN_HEAD":
         columns //= 2
     return replace(spec, state_content_bytes=columns * spec.dtype.itemsize + BYTES_OF_SCALES)
+
+
+def halves_windows() -> bool:
+    """Whether pages of layers with a sliding window are as small as those of other layers over int4.
+
+    Up to 0.27 they have room for 8-bit elements, which the shape of the cache then does not fit.
+    """
+    return hasattr(AttentionSpec, "state_content_bytes")
 
 
 def batch_invariant() -> bool:

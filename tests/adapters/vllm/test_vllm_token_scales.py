@@ -248,10 +248,20 @@ def test_mixed_batch(name: str, memory: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("arguments", [{"sliding_window": 9}, {"logits_soft_cap": 5.0}])
-def test_windows_and_soft_caps(arguments: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["int8_per_token_head", "int4_per_token_head"])
+def test_windows_and_soft_caps(name: str, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attn_backend.adapters.vllm.compat.halves_windows", lambda: True)
     mask = {"window_left": 8} if "sliding_window" in arguments else arguments
-    impl = make_impl(kv_cache_dtype="int8_per_token_head", **arguments)
-    serve(impl, cache_of("int8_per_token_head"), make_batch(*MIXED), **mask)
+    impl = make_impl(kv_cache_dtype=name, **arguments)
+    serve(impl, cache_of(name), make_batch(*MIXED), **mask)
+
+
+def test_int4_pages_of_windows_are_too_large_up_to_0_27(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attn_backend.adapters.vllm.compat.halves_windows", lambda: False)
+    assert make_impl(kv_cache_dtype="int4_per_token_head").spec.rotation
+    assert make_impl(kv_cache_dtype="int8_per_token_head", sliding_window=9).spec.token_scales
+    with pytest.raises(NotImplementedError, match="in a layer with a sliding window: use vLLM 0"):
+        make_impl(kv_cache_dtype="int4_per_token_head", sliding_window=9)
 
 
 @pytest.mark.parametrize("name", CACHES)
