@@ -181,6 +181,7 @@ SHIPPED_HEAD_DIMS = {
 SHIPPED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128, 256))  # bf16 over e4m3 caches
 # bf16 over caches with a scale for each token and head
 SHIPPED_TOKEN_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128))
+SHIPPED_ROTATED = ("int4_tokens",)  # these only over rotated caches, as engines have them
 # bf16, by elements of caches that are dequantized on load
 _SHIPPED_WIDENED = {"e4m3": WIDE_HEAD_DIMS, "latent": (MLA_HEAD_DIMS,)}
 # for designs that multiply e4m3 Q and K directly
@@ -691,7 +692,7 @@ def _late_append(name: str) -> tuple[str, str | None, bool] | None:
         for element in CUDA_ELEMENTS
         for of_cache in of_caches
         for rotation in (False, True)
-        if rotation or (of_cache in CUDA_ELEMENTS and of_cache != element)
+        if rotation != (of_cache in SHIPPED_ROTATED) or (of_cache in CUDA_ELEMENTS and of_cache != element)
     )
     return next((arguments for arguments in made if append_qkv_name(*arguments) == name), None)
 
@@ -766,7 +767,8 @@ def _attention_kernels() -> list[Kernel]:
         made += attention_kernels(KernelShape("bf16", dims, "e4m3"), ("standard",))
     for token_element in TOKEN_ELEMENTS:
         for dims in SHIPPED_TOKEN_HEAD_DIMS:
-            made += attention_kernels(KernelShape("bf16", dims, token_element), ("standard",))
+            shape = KernelShape("bf16", dims, token_element, rotation=token_element in SHIPPED_ROTATED)
+            made += attention_kernels(shape, ("standard",))
     for widened_element, widened in _SHIPPED_WIDENED.items():
         for dims in widened:
             made += attention_kernels(KernelShape("bf16", dims, widened_element), ("standard",))
@@ -798,7 +800,9 @@ def _sampling_kernels() -> list[Kernel]:
 
 
 def append_qkv_kernel(element: str, kv_element: str | None = None, rotation: bool = False) -> Kernel:
-    """The kernel of append_qkv_name(). With two 16-bit types, or rotation, it is not built ahead of time."""
+    """The kernel of append_qkv_name(). Not built ahead of time: two 16-bit types, and rotation or its lack
+    where SHIPPED_ROTATED has the other.
+    """
     has_token_scales = kv_element in TOKEN_ELEMENTS
     has_scales = kv_element in CUDA_KV_ELEMENTS and not has_token_scales
     text = _APPEND_QKV.substitute(
@@ -825,7 +829,7 @@ _ALL = (
     Kernel("append_latent", ARCHS, '#include "cache/append_latent.cu"\n'),
     Kernel("selected_slots", ARCHS, '#include "planner/device/selection.cu"\n'),
     *(
-        append_qkv_kernel(element, kv_element)
+        append_qkv_kernel(element, kv_element, rotation=kv_element in SHIPPED_ROTATED)
         for element in CUDA_ELEMENTS
         for kv_element in (None, "e4m3", "int8_tokens", "int4_tokens")
     ),

@@ -28,8 +28,8 @@ def test_kernel_set_is_complete() -> None:
     samplers = {f"sampling_{source}" for source in ("f32", "f16", "bf16", "probs", "speculative")}
     shapes += [f"bf16_e4m3_d{head_dim}_standard" for head_dim in (64, 128, 256)]
     shapes += [
-        f"bf16_{form}_tokens_d{head_dim}_standard"
-        for form in ("e4m3", "int8", "int4")
+        f"bf16_{form}_d{head_dim}_standard"
+        for form in ("e4m3_tokens", "int8_tokens", "int4_tokens_rotated")
         for head_dim in (64, 128)
     ]
     shapes += [f"bf16{cache}_to_e4m3_d128_standard" for cache in ("", "_e4m3")]
@@ -51,7 +51,7 @@ def test_kernel_set_is_complete() -> None:
     appends = {"append", "append_latent"} | {
         f"append_qkv_{dtype}{cache}"
         for dtype in ("bf16", "f16")
-        for cache in ("", "_float8", "_tokens", "_int4")
+        for cache in ("", "_float8", "_tokens", "_int4_rotated")
     }
     alibi = [f"{dtype}_d{head_dim}_alibi" for dtype in ("bf16", "f16") for head_dim in (64, 128)]
     everywhere = (
@@ -120,7 +120,8 @@ def test_names_say_what_kernels_are_for() -> None:
         ("append_qkv_bf16_rotated", " --rotation"),
         ("append_qkv_f16_float8_rotated", " --kv-dtype float8_e4m3fn --rotation"),
         ("append_qkv_f16_tokens_rotated", " --kv-dtype float8_e4m3fn --token-scales --rotation"),
-        ("append_qkv_f16_int4_rotated", " --kv-dtype int4 --rotation"),
+        ("append_qkv_f16_int4", " --kv-dtype int4"),
+        ("append_qkv_f16_int4_rotated", ""),
         (
             "attention_sm90_bf16_int4_tokens_rotated_d32_standard",
             " --head-dim 32 --kv-dtype int4 --rotation",
@@ -130,7 +131,7 @@ def test_names_say_what_kernels_are_for() -> None:
         source = manifest.source_of(name, "sm_90a")
         assert source is not None
         assert ("attn::WithRotation<attn::StandardVariant>" in source) == name.startswith("attention")
-        assert ("kKernelRotates = true" in source) == name.startswith("append")
+        assert ("kKernelRotates = true" in source) == (name.startswith("append") and "rotated" in name)
     for impossible in ("bf16_rotated_d192_128", "bf16_rotated_d512", "bf16_e4m3_q_rotated_d72"):
         assert manifest.source_of(f"attention_sm90_{impossible}_standard", "sm_90a") is None
     name = "attention_sm90_bf16_e4m3_q_to_e4m3_d72_standard"
