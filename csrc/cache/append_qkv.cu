@@ -235,105 +235,107 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
   using Bytes =
       typename Conditional<kTo4Bits, Int4Chunk<kSize, kAligned>, ByteChunk<kSize, kAligned, kScalesTokens>>::Type;
   if constexpr (kRotates) {
-    // A head at a time. It goes through shared memory, since the lanes' columns may be any. Gaps between the chunks
-    // avoid bank conflicts.
-    constexpr int32_t kColumns = 2 * kSize, kStride = kColumns + 4;
-    float* const row =
-        reinterpret_cast<float*>(ptx::static_shared<kAppendQkvThreads * kStride * 4>()) + (thread - chunk) * kStride;
-    const auto four = [&](int32_t column) {
-      return reinterpret_cast<float4*>(row + column / kColumns * kStride + column % kColumns);
-    };
-    const int32_t slot = is_cached ? p.slots.narrow(slot_words) : 0;
-    const bool is_written = heads > 0 && (is_q || p.pages.has(slot));
-    const SlotPlace token = is_q || !is_written ? SlotPlace{0, group.token} : p.pages.place(slot);
-    const KvTensor q_target{p.q_out.data, 0, p.q_out.token_stride, p.q_out.head_stride};
-    const KvTensor& target = is_q ? q_target : is_v ? p.v_cache : p.k_cache;
-    const int32_t element_bytes = is_quantized ? 1 : 2;
-    char* to = static_cast<char*>(const_cast<void*>(target.data)) +
-               (target.element(token, group.first_head) + chunk * kColumns / (kTo4Bits && is_quantized ? 2 : 1)) *
-                   element_bytes;
+    if (__any_sync(0xffffffffu, !is_q)) {  // not in warps that have heads of Q alone
+      // A head at a time. It goes through shared memory, since the lanes' columns may be any. Gaps between the chunks
+      // avoid bank conflicts.
+      constexpr int32_t kColumns = 2 * kSize, kStride = kColumns + 4;
+      float* const row =
+          reinterpret_cast<float*>(ptx::static_shared<kAppendQkvThreads * kStride * 4>()) + (thread - chunk) * kStride;
+      const auto four = [&](int32_t column) {
+        return reinterpret_cast<float4*>(row + column / kColumns * kStride + column % kColumns);
+      };
+      const int32_t slot = is_cached ? p.slots.narrow(slot_words) : 0;
+      const bool is_written = heads > 0 && (is_q || p.pages.has(slot));
+      const SlotPlace token = is_q || !is_written ? SlotPlace{0, group.token} : p.pages.place(slot);
+      const KvTensor q_target{p.q_out.data, 0, p.q_out.token_stride, p.q_out.head_stride};
+      const KvTensor& target = is_q ? q_target : is_v ? p.v_cache : p.k_cache;
+      const int32_t element_bytes = is_quantized ? 1 : 2;
+      char* to = static_cast<char*>(const_cast<void*>(target.data)) +
+                 (target.element(token, group.first_head) + chunk * kColumns / (kTo4Bits && is_quantized ? 2 : 1)) *
+                     element_bytes;
 #pragma unroll
-    for (int32_t i = 0; i < kGroupHeads; ++i) {
-      const bool is_there = is_written && i < heads;
-      float halves[kColumns];
-      if (p.is_interleaved != 0) x[i].deinterleave();
+      for (int32_t i = 0; i < kGroupHeads; ++i) {
+        const bool is_there = is_written && i < heads;
+        float halves[kColumns];
+        if (p.is_interleaved != 0) x[i].deinterleave();
 #pragma unroll
-      for (int32_t j = 0; j < kSize / 2; ++j) {
-        float a[2], b[2];
-        finish_pairs(i, j, kNormalizes ? factors[i] * p.norm_offset : 0.0f, a, b);
+        for (int32_t j = 0; j < kSize / 2; ++j) {
+          float a[2], b[2];
+          finish_pairs(i, j, kNormalizes ? factors[i] * p.norm_offset : 0.0f, a, b);
 #pragma unroll
-        for (int32_t k = 0; k < 2; ++k) {
-          const int32_t pair = 2 * j + k;
-          if (p.is_interleaved != 0)
-            halves[2 * pair] = a[k], halves[2 * pair + 1] = b[k];
-          else
-            halves[pair] = a[k], halves[kSize + pair] = b[k];
-        }
-      }
-#pragma unroll
-      for (int32_t j = 0; j < kSize; j += 4) {
-        *four(place.low + j) = make_float4(halves[j], halves[j + 1], halves[j + 2], halves[j + 3]);
-        *four(place.high + j) =
-            make_float4(halves[kSize + j], halves[kSize + j + 1], halves[kSize + j + 2], halves[kSize + j + 3]);
-      }
-      __syncwarp();
-      float plain[kColumns], rotated[kColumns];
-#pragma unroll
-      for (int32_t j = 0; j < kColumns; j += 4) {
-        const float4 columns = *four(chunk * kColumns + j);
-        plain[j] = rotated[j] = columns.x;
-        plain[j + 1] = rotated[j + 1] = columns.y;
-        plain[j + 2] = rotated[j + 2] = columns.z;
-        plain[j + 3] = rotated[j + 3] = columns.w;
-      }
-      __syncwarp();  // before the next head takes its place
-      rotate_head(rotated, p.head_dim, chunk * kColumns, lanes);
-      if constexpr (kTo4Bits) {
-        float limits[2] = {minus_infinity(), minus_infinity()};  // as below
-        if (chunk * kColumns < p.head_dim) {
-#pragma unroll
-          for (int32_t j = 0; j < kColumns; ++j) {
-            limits[0] = fmaxf(limits[0], rotated[j]);
-            limits[1] = fmaxf(limits[1], -rotated[j]);
+          for (int32_t k = 0; k < 2; ++k) {
+            const int32_t pair = 2 * j + k;
+            if (p.is_interleaved != 0)
+              halves[2 * pair] = a[k], halves[2 * pair + 1] = b[k];
+            else
+              halves[pair] = a[k], halves[kSize + pair] = b[k];
           }
         }
-        over_lanes(limits, lanes, [](float x, float y) { return fmaxf(x, y); });
-        quantizers[i] = Int4Quantizer(-limits[1], limits[0]);
-        scales[i] = quantizers[i].scale.stored();
-      } else if constexpr (kScalesTokens) {
-        float largest[1] = {};
 #pragma unroll
-        for (int32_t j = 0; j < kColumns; ++j) largest[0] = fmaxf(largest[0], fabsf(rotated[j]));
-        over_lanes(largest, lanes, [](float x, float y) { return fmaxf(x, y); });
-        scales[i] = token_scale(largest[0], p.scales.element);
-      }
-      if constexpr (kScalesTokens) {
-        if (is_there && !is_q && chunk == 0)
-          (is_v ? p.v_token_scales : p.k_token_scales).write(token, group.first_head + i, scales[i]);
-      }
-      if (!is_there) continue;
-      if (is_quantized) {
-        Bytes bytes;
+        for (int32_t j = 0; j < kSize; j += 4) {
+          *four(place.low + j) = make_float4(halves[j], halves[j + 1], halves[j + 2], halves[j + 3]);
+          *four(place.high + j) =
+              make_float4(halves[kSize + j], halves[kSize + j + 1], halves[kSize + j + 2], halves[kSize + j + 3]);
+        }
+        __syncwarp();
+        float plain[kColumns], rotated[kColumns];
+#pragma unroll
+        for (int32_t j = 0; j < kColumns; j += 4) {
+          const float4 columns = *four(chunk * kColumns + j);
+          plain[j] = rotated[j] = columns.x;
+          plain[j + 1] = rotated[j + 1] = columns.y;
+          plain[j + 2] = rotated[j + 2] = columns.z;
+          plain[j + 3] = rotated[j + 3] = columns.w;
+        }
+        __syncwarp();  // before the next head takes its place
+        rotate_head(rotated, p.head_dim, chunk * kColumns, lanes);
         if constexpr (kTo4Bits) {
+          float limits[2] = {minus_infinity(), minus_infinity()};  // as below
+          if (chunk * kColumns < p.head_dim) {
 #pragma unroll
-          for (int32_t j = 0; j < kSize; ++j) bytes.set(j, rotated[2 * j], rotated[2 * j + 1], quantizers[i]);
+            for (int32_t j = 0; j < kColumns; ++j) {
+              limits[0] = fmaxf(limits[0], rotated[j]);
+              limits[1] = fmaxf(limits[1], -rotated[j]);
+            }
+          }
+          over_lanes(limits, lanes, [](float x, float y) { return fmaxf(x, y); });
+          quantizers[i] = Int4Quantizer(-limits[1], limits[0]);
+          scales[i] = quantizers[i].scale.stored();
+        } else if constexpr (kScalesTokens) {
+          float largest[1] = {};
+#pragma unroll
+          for (int32_t j = 0; j < kColumns; ++j) largest[0] = fmaxf(largest[0], fabsf(rotated[j]));
+          over_lanes(largest, lanes, [](float x, float y) { return fmaxf(x, y); });
+          scales[i] = token_scale(largest[0], p.scales.element);
+        }
+        if constexpr (kScalesTokens) {
+          if (is_there && !is_q && chunk == 0)
+            (is_v ? p.v_token_scales : p.k_token_scales).write(token, group.first_head + i, scales[i]);
+        }
+        if (!is_there) continue;
+        if (is_quantized) {
+          Bytes bytes;
+          if constexpr (kTo4Bits) {
+#pragma unroll
+            for (int32_t j = 0; j < kSize; ++j) bytes.set(j, rotated[2 * j], rotated[2 * j + 1], quantizers[i]);
+          } else {
+            const Divisor divisor(scales[i]);
+#pragma unroll
+            for (int32_t j = 0; j < kSize; ++j)
+              bytes.set(j, rotated[2 * j], rotated[2 * j + 1], divisor, p.scales.element);
+          }
+          bytes.store(reinterpret_cast<uint8_t*>(to), kSize);
         } else {
-          const Divisor divisor(scales[i]);
 #pragma unroll
           for (int32_t j = 0; j < kSize; ++j)
-            bytes.set(j, rotated[2 * j], rotated[2 * j + 1], divisor, p.scales.element);
+            x[i].words[j] = is_q ? Element::pack(plain[2 * j], plain[2 * j + 1])
+                                 : pack_finite<CacheElement>(rotated[2 * j], rotated[2 * j + 1]);
+          x[i].store(reinterpret_cast<uint16_t*>(to), kSize);
         }
-        bytes.store(reinterpret_cast<uint8_t*>(to), kSize);
-      } else {
-#pragma unroll
-        for (int32_t j = 0; j < kSize; ++j)
-          x[i].words[j] = is_q ? Element::pack(plain[2 * j], plain[2 * j + 1])
-                               : pack_finite<CacheElement>(rotated[2 * j], rotated[2 * j + 1]);
-        x[i].store(reinterpret_cast<uint16_t*>(to), kSize);
+        to += target.head_stride * element_bytes;
       }
-      to += target.head_stride * element_bytes;
+      return;
     }
-    return;
   }
   if constexpr (kTo4Bits) {
     float limits[2 * kGroupHeads];  // of each head: the largest of its numbers, and of their negatives
