@@ -313,7 +313,7 @@ class KVCache:
 
 
 def stored_columns(columns: int, dtype: CacheDtype) -> int:
-    """Elements that so many columns of a row take in the tensor of a cache of this dtype."""
+    """The elements of a row in a cache's tensor: int4 has two columns in each."""
     return columns // 2 if dtype == INT4 else columns
 
 

@@ -235,7 +235,7 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
   using Bytes =
       typename Conditional<kTo4Bits, Int4Chunk<kSize, kAligned>, ByteChunk<kSize, kAligned, kScalesTokens>>::Type;
   if constexpr (kRotates) {
-    if (__any_sync(0xffffffffu, !is_q)) {  // not in warps that have heads of Q alone
+    if (__any_sync(0xffffffffu, !is_q)) {  // warps with heads of Q only have nothing to rotate
       // A head at a time. It goes through shared memory, since the lanes' columns may be any. Gaps between the chunks
       // avoid bank conflicts.
       constexpr int32_t kColumns = 2 * kSize, kStride = kColumns + 4;

@@ -18,7 +18,7 @@ constexpr int32_t kMaxRotatedColumns = 256;  // of a head: the signs of a block
 ATTN_HD constexpr int32_t rotation_block(int32_t columns) { return columns & -columns; }
 
 /// Of columns 32 * word and more of a block; a bit is 1 where the sign is minus. torch.bernoulli with the seed
-/// 0x9E3779B9 drew them. (Not an array: device code could not index one that the host has, too.)
+/// 0x9E3779B9 drew them. (Not an array: device code could not index an array of the host.)
 ATTN_HD constexpr uint32_t rotation_signs(int32_t word) {
   return word == 0   ? 0x9a8ca6f2u
          : word == 1 ? 0x7f7fca4eu

@@ -36,8 +36,8 @@ def has_float8_outputs(head_size: int, device: torch.device) -> bool:
 
 
 def elements_of_row(columns: int, kv_cache_dtype: str) -> int:
-    """The last dimension of the cache's shape, for K and V of so many columns: elements of a token and head,
-    with the bytes of their scales.
+    """The last dimension of the cache's shape: elements of K and V of a token and head, and the bytes of
+    their scales. columns: of K and V together.
     """
     dtype = TOKEN_SCALED_CACHES.get(kv_cache_dtype)
     return columns if dtype is None else stored_columns(columns, dtype) + compat.BYTES_OF_SCALES

@@ -104,9 +104,9 @@ def with_bytes_of_scales(kv_cache_spec: Any) -> Any:
 
 
 def halves_windows() -> bool:
-    """Whether pages of layers with a sliding window are as small as those of other layers over int4.
+    """Whether vLLM allocates 4-bit pages for layers with a sliding window over int4.
 
-    Up to 0.27 they have room for 8-bit elements, which the shape of the cache then does not fit.
+    Up to 0.27 these pages have room for 8-bit elements, and the shape of the cache does not fit them.
     """
     return hasattr(AttentionSpec, "state_content_bytes")
 

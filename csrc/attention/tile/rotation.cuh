@@ -46,7 +46,7 @@ __device__ __forceinline__ void rotate_query_rows(char* tile, int first_row, int
 template <int kHeadColumns, bool kFourColumns, class Element, int kColumns, int kRowBlocks>
 __device__ __forceinline__ void rotate_back(WarpState<Element, kColumns, kRowBlocks>& state) {
   constexpr int kBlock = rotation_block(kHeadColumns);
-  // Bits of a column are those of n, of the lane and of j; with four columns a lane has another bit than n's lowest.
+  // A column's bits come from n, the lane and j. With four columns, a lane has another bit than the lowest of n.
   constexpr bool kHasSixteen = kBlock >= 16;
   constexpr int kGroup = kFourColumns ? 2 : 1;  // of fragments, whose columns lie together
   constexpr int kFragments = round_up(kHeadColumns / 8, kGroup);

@@ -1,6 +1,6 @@
 // Variants: functions compiled into the attention kernels that change the meaning of attention, softmax(Q K^T) V.
 //
-// Kernels are templates over a variant. That of the standard kernels is StandardVariant. Any other is the struct
+// Kernels are templates over a variant. The standard kernels have StandardVariant. Any other is the struct
 // UserVariant, which attn_backend/variants/cpp.py writes from a user's functions or C++; its text is compiled in front
 // of the kernel's. WithSinks, WithRotation, WithScales, WithScaledLoads and WithTokenScales wrap both.
 //
