@@ -127,8 +127,7 @@ struct alignas(16) AttentionScales {
 struct alignas(16) AttentionTokenScales {
   TokenScales k;
   TokenScales v;
-  DataType element;
-  DataType q_element;
+  int32_t unused[2];
 };
 static_assert(sizeof(AttentionTokenScales) == sizeof(AttentionScales), "a variant's Params follow either");
 

@@ -162,7 +162,6 @@ struct Int4Factors {
   float scale;
   uint32_t zero_points;  // twice 1024 more than it, in f16
 
-  Int4Factors() = default;
   __device__ __forceinline__ explicit Int4Factors(uint32_t stored)
       : scale(__uint_as_float(stored & ~15u)), zero_points((stored & 15u) * 0x10001u | 0x64006400u) {}
 };

@@ -335,7 +335,7 @@ int64_t run(const RunArguments& given) {
   const bool has_slots = given.indices.has_value() || attention.has_slots();
   // The kernel that packs slots runs in between and changes the schedule, so attention must wait for it.
   params.after_append = given.after_append && !has_slots;
-  AttentionTokenScales token_scales{{}, {}, config.kv_dtype, config.q_dtype};
+  AttentionTokenScales token_scales{};
   if (config.token_scales) {
     token_scales.k = checked_token_scales("kv.k_scale", given.k_scale, k);
     token_scales.v = checked_token_scales("kv.v_scale", given.v_scale, v);

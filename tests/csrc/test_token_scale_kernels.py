@@ -93,6 +93,36 @@ def test_variants_without_softmax(emulated: Path, kernel: str, stored: torch.dty
     problem.check(case.out, None, kernel, rounding(exact, variant, spec.dtype))
 
 
+@pytest.mark.parametrize("stored", TOKEN_DTYPES, ids=str)
+def test_a_head_of_q_that_is_not_finite_changes_no_other(emulated: Path, stored: torch.dtype | str) -> None:
+    """It shares a row tile with the others."""
+    spec = cases.Spec((1, 1), (200, 90), num_kv_heads=2, group_size=4, head_dim=64, num_ctas=3)
+    problem = Float8Case(spec, "cpu", stored, "token", "token")
+    case = problem.case
+    attention = DeviceAttention(emulated, case.attention(kernel="hopper", **problem.options), "hopper", 0)
+    attention.plan(case.view)
+    case.run(attention, out=case.out)  # type: ignore[arg-type]
+    expected = case.out.clone()
+    case.q[0, 2, 5] = torch.inf
+    case.run(attention, out=case.out)  # type: ignore[arg-type]
+    assert case.out[0, 2].isnan().all()
+    expected[0, 2] = case.out[0, 2]
+    assert torch.equal(case.out[:2].nan_to_num(7), expected[:2].nan_to_num(7))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("stored", TOKEN_DTYPES, ids=str)
+def test_values_with_a_scale_of_0(emulated: Path, kernel: str, stored: torch.dtype | str) -> None:
+    """They are zeros, and count in the softmax."""
+    spec = cases.Spec((1, 3), (200, 90), num_kv_heads=1, group_size=4, head_dim=64, page_size=16, num_ctas=3)
+    problem = Float8Case(spec, "cpu", stored, "token", "token")
+    v_scale = problem.case.kv.v_scale
+    assert isinstance(v_scale, torch.Tensor)
+    for own in problem.case.slots:
+        v_scale[own[:40] // 16, own[:40] % 16] = 0
+    run_and_check(problem, emulated, kernel, 0, cascade=False)
+
+
 @pytest.mark.parametrize("cache", CACHES)
 def test_forms_of_caches(emulated: Path, cache: str) -> None:
     """Hopper's producer finds the scales of rows that TMA loads in boxes, in runs, and that are gathered."""

@@ -1,10 +1,11 @@
-// How the producer dequantizes tiles of an 8-bit cache where they lie, in the ring: consumers then multiply 16-bit
-// tiles by the loops of a 16-bit cache.
+// How the producer dequantizes tiles of an 8-bit or int4 cache where they lie, in the ring: consumers then multiply
+// 16-bit tiles by the loops of a 16-bit cache.
 //
 // A stage has room for a stored tile. A dequantized tile takes dequantized_stages of them. The copier loads a warp's
 // share of a tile and spreads it over the memory of the 16-bit tile (kv_copiers.cuh). The warp waits for it at one of
-// its barriers, kv_stored. A row of a stored block becomes the same row of two blocks. The second of them lies where
-// the stored block did: a lane reads a chunk before it writes over it. No other lane has a part in the row.
+// its barriers, kv_stored. A row of a stored block becomes the same row of two blocks, over int4 of up to four. The
+// last of them lies where the stored block did: a lane reads a chunk before it writes over it. No other lane has a part
+// in the row.
 //
 // Tiles of long row groups have been dequantized before (dequantized_kv.h), and are only loaded.
 //

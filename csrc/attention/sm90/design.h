@@ -100,21 +100,25 @@ inline bool encode_cache(const AttentionParams& params, const LaunchContext& con
   return context.encode(t, map);
 }
 
-/// Finds whether one copy can load the TokenScales of a box.
+/// Finds whether one copy can load the TokenScales of a box. A dimension of size 1 may have any stride.
 inline void find_scales(TmaParams& tma) {
-  const auto& scales = tma.attention.variant.as<AttentionTokenScales>();
   constexpr int64_t kUnit = 16 / sizeof(float);
-  const TokenScales& k = scales.k;
-  const TokenScales& v = scales.v;
-  const uintptr_t addresses = reinterpret_cast<uintptr_t>(k.data) | reinterpret_cast<uintptr_t>(v.data);
-  const bool are_alike =
-      k.page_stride == v.page_stride && k.head_stride == v.head_stride && k.token_stride == v.token_stride;
-  const int64_t extent = k.page_stride * tma.attention.num_pages + k.head_stride * tma.attention.num_kv_heads;
-  if (!are_alike || k.token_stride != 1 || k.page_stride < 0 || k.head_stride < 0 ||
-      (k.page_stride | k.head_stride) % kUnit != 0 || addresses % 16 != 0 || extent / kUnit >= int64_t{1} << 32)
+  struct Strides {
+    int64_t page, head;
+  };
+  const auto strides = [&](const TokenScales& scales) {
+    return Strides{tma.attention.num_pages > 1 ? scales.page_stride : kUnit,
+                   tma.attention.num_kv_heads > 1 ? scales.head_stride : 0};
+  };
+  const auto& scales = tma.attention.variant.as<AttentionTokenScales>();
+  const Strides k = strides(scales.k), v = strides(scales.v);
+  const uintptr_t addresses = reinterpret_cast<uintptr_t>(scales.k.data) | reinterpret_cast<uintptr_t>(scales.v.data);
+  const int64_t extent = k.page * tma.attention.num_pages + k.head * tma.attention.num_kv_heads;
+  if (k.page != v.page || k.head != v.head || scales.k.token_stride != 1 || scales.v.token_stride != 1 || k.page <= 0 ||
+      k.head < 0 || (k.page | k.head) % kUnit != 0 || addresses % 16 != 0 || extent / kUnit >= int64_t{1} << 32)
     return;
-  tma.scales_page_units = static_cast<uint32_t>(k.page_stride / kUnit);
-  tma.scales_head_units = static_cast<uint32_t>(k.head_stride / kUnit);
+  tma.scales_page_units = static_cast<uint32_t>(k.page / kUnit);
+  tma.scales_head_units = static_cast<uint32_t>(k.head / kUnit);
 }
 
 /// Encodes the maps of DequantizedKv, which TMA can always load.

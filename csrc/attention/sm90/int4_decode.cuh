@@ -53,16 +53,16 @@ struct Int4Query {
   static constexpr int kSteps = Traits::Shape::kQkMultiplied / 16;
   static_assert(kSteps % 2 == 0);
   uint32_t pairs[kEights][kSteps][2];
-  float to_score;          // what products are multiplied by
-  float sums[kEights][2];  // of rows 2t and 2t + 1, times 2^-24
+  float to_score[kEights][2];  // factors of products, for rows 2t and 2t + 1
+  float sums[kEights][2];      // of these rows, times 2^-24
 
   /// `tile`: its first address. `rows`: that exist; others become zeros.
   __device__ __forceinline__ void load(uint32_t tile, int rows) {
     const int lane = ptx::lane_id();
     const uint32_t address = tile + Query::offset(lane / 4, lane % 4);
-    float largest = 0.0f;
 #pragma unroll
     for (int b = 0; b < kEights; ++b) {
+      float largest = 0.0f;
       const bool exists = 8 * b + lane / 4 < rows;
 #pragma unroll
       for (int c = 0; c < kSteps / 2; ++c) {
@@ -79,34 +79,35 @@ struct Int4Query {
           pairs[b][2 * c + step][1] = __byte_perm(words[step], words[step + 2], 0x7632);
         }
       }
+      convert(b, ptx::quad_max(largest));
     }
-    convert(over_tokens(ptx::quad_max(largest), [](float x, float y) { return fmaxf(x, y); }));
   }
 
  private:
-  /// A power of 2 brings the largest number to [2^14, 2^15).
-  __device__ __forceinline__ void convert(float largest) {
+  /// Converts the lane's row of eight number b. A power of 2 brings the row's largest number to [2^14, 2^15).
+  __device__ __forceinline__ void convert(int b, float largest) {
     const int32_t exponent =  // biased
         min_of(127 + 14 + 127 - static_cast<int32_t>(__float_as_uint(largest) >> 23), 253);
     const float factor = __uint_as_float(static_cast<uint32_t>(exponent) << 23);
-    to_score = __uint_as_float(static_cast<uint32_t>(min_of(254 + 24 - exponent, 254)) << 23);
+    const float back = __uint_as_float(static_cast<uint32_t>(min_of(254 + 24 - exponent, 254)) << 23);
+    float sum = 0.0f;
 #pragma unroll
-    for (int b = 0; b < kEights; ++b) {
-      float sum = 0.0f;
+    for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float of_pair = i == 0 ? factor : factor * 0x1p-4f;
-          const uint32_t pair = pairs[b][step][i];
-          const uint32_t packed = Float16::pack(Element::unpack(pair) * of_pair, Element::unpack(pair >> 16) * of_pair);
-          pairs[b][step][i] = packed;
-          sum += (Float16::unpack(packed) + Float16::unpack(packed >> 16)) * (i == 0 ? 0x1p-24f : 0x1p-20f);
-        }
+      for (int i = 0; i < 2; ++i) {
+        const float of_pair = i == 0 ? factor : factor * 0x1p-4f;
+        const uint32_t pair = pairs[b][step][i];
+        const uint32_t packed = Float16::pack(Element::unpack(pair) * of_pair, Element::unpack(pair >> 16) * of_pair);
+        pairs[b][step][i] = packed;
+        sum += (Float16::unpack(packed) + Float16::unpack(packed >> 16)) * (i == 0 ? 0x1p-24f : 0x1p-20f);
       }
-      sum = ptx::quad_add(sum);
+    }
+    sum = ptx::quad_add(sum);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) sums[b][r] = __shfl_sync(ptx::kAllLanes, sum, (ptx::lane_id() % 4 * 2 + r) * 4);
+    for (int r = 0; r < 2; ++r) {
+      const int lane = (ptx::lane_id() % 4 * 2 + r) * 4;
+      sums[b][r] = __shfl_sync(ptx::kAllLanes, sum, lane);
+      to_score[b][r] = __shfl_sync(ptx::kAllLanes, back, lane);
     }
   }
 };
@@ -119,7 +120,7 @@ struct Int4State {
   static constexpr float kSlack = 8.0f;  // as WarpState's
   float o[kEights][kProducts][4] = {};
   float zeros[kEights][4] = {};  // the sums of probabilities times zero points
-  float maximum[kEights][2];     // of the scores, not scaled
+  float maximum[kEights][2];     // of the scores, not scaled, with the logarithms of weights
   float sum[kEights][2];         // of exp2(score * scale - maximum * scale), over this lane's tokens
   float scale;                   // makes a score a logarithm to base 2; > 0
 
@@ -268,7 +269,8 @@ struct Int4Decode {
     query.load(ptx::shared_address(shared.q(q_stage)), item.rows.count);
 
     // The other warpgroup's tiles are passed over. Their barriers need no wait: the tile that had a stage before has
-    // been this warpgroup's, or of an item before, at whose end all warps have met.
+    // been this warpgroup's, or of an item before. At the end of an item for mma.sync all warps meet. In other items
+    // each warpgroup waits for all tiles, also in PreparedTiles::skip().
     KvTileStart start = Walk::first(params, item);
     if (warpgroup() == 1) {
       start = next_tile(item, start.token, 1, 1);
@@ -366,16 +368,16 @@ struct Int4Decode {
     }
 #pragma unroll
     for (int i = 0; i < 2 * kFragments; ++i) {
-      const float factor = Int4Scale(stored[i]).scale * query.to_score;
+      const float of_token = Int4Scale(stored[i]).scale;
 #pragma unroll
       for (int b = 0; b < kEights; ++b) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) s[b][i / 2][i % 2 * 2 + r] *= factor;
+        for (int r = 0; r < 2; ++r) s[b][i / 2][i % 2 * 2 + r] *= of_token * query.to_score[b][r];
       }
     }
   }
 
-  /// Calls change(score, ScoreRow or row number, KV token of the row group) for every score of a lane.
+  /// Calls change(score, eight, row of the lane's two, KV token of the row group) for every score of a lane.
   template <int kEights, int kFragments, class Change>
   __device__ __forceinline__ static void for_each(float (&s)[kEights][kFragments][4], int32_t first_token,
                                                   const Change& change) {
@@ -436,7 +438,7 @@ struct Int4Decode {
   }
 
   /// O += V^T P^T, with V's scales in P. The rows of products are columns of V. If no row sees a token, its scale may
-  /// be NaN or infinite. Limits keep such scales out of P.
+  /// be NaN or infinite: limits keep such scales out of P. A scale of 0 has no logarithm.
   template <class State, int kEights, int kFragments>
   __device__ __forceinline__ void multiply_values(State& state, const float (&s)[kEights][kFragments][4],
                                                   const Place& values, int row, bool all_seen) const {
@@ -458,9 +460,12 @@ struct Int4Decode {
       zero_points[i] = __byte_perm(stored[0], stored[1], 0x5410) & Int4Scale::kZeroPoint * 0x10001u;
       weights[i] = Int4Scale(weights[i]).scale;
     }
-    if (!all_seen) {
 #pragma unroll
-      for (float& weight : weights) weight = fminf(fmaxf(weight, kSmallest), kLargest);
+    for (float& weight : weights) {
+      if (all_seen)
+        weight = weight < kSmallest ? kSmallest : weight;
+      else
+        weight = fminf(fmaxf(weight, kSmallest), kLargest);
     }
     uint32_t p[kEights][kFragments][2];
     state.template update<kUsesSoftmax>(s, weights, p);
@@ -496,6 +501,7 @@ struct Int4Decode {
     using Element = typename Traits::OutElement;
     constexpr int kWarps = kSharingWarps, kColumns = Traits::kVColumns, kHeadColumns = OTile<Traits>::kHeadColumns;
     constexpr int kChunks = kColumns / 4;  // of 16 bytes
+    static_assert(!Variant::kRotates || rotation_block(kHeadColumns) <= 128, "or halves must be joined");
     static_assert(kWarps * 8 * kChunks * 16 <= Shared::kLayout.q_stage_bytes && kChunks % 8 == 0, "they fit, permuted");
     struct alignas(16) OfWarps {
       float by_warp[kWarps];

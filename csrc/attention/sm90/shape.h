@@ -28,7 +28,7 @@ ATTN_HD constexpr Tuning first_for(const Tuning (&tunings)[kCount], HeadDims dim
   return Tuning{};
 }
 
-/// Whether row tiles of 16 rows over an int4 cache are dequantized in registers (decode.cuh).
+/// Whether row tiles of 16 rows multiply the numbers of an int4 cache as they are stored (int4_decode.cuh).
 ATTN_HD constexpr bool decodes_int4(HeadDims dims) { return leaves_registers(dims.widest()); }
 
 /// max_parts_in_flight: enough to keep the memory busy. With more, some multiprocessors get more bandwidth than others,

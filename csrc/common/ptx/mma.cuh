@@ -94,11 +94,6 @@ __device__ __forceinline__ void load_words(uint32_t (&d)[4], uint32_t shared) {
                : "r"(shared));
 }
 
-__device__ __forceinline__ void store_words(uint32_t shared, const uint32_t (&d)[4]) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(d[0]), "r"(d[1]), "r"(d[2]), "r"(d[3])
-               : "memory");
-}
-
 __device__ __forceinline__ void stmatrix_x4(uint32_t shared, const uint32_t (&d)[4]) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(d[0]), "r"(d[1]),

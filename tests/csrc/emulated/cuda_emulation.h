@@ -317,7 +317,10 @@ T atomicOr(T* address, Bits value) {
 
 inline float __uint_as_float(uint32_t bits) { return emulation::from_bits<float>(bits); }
 inline uint32_t __float_as_uint(float x) { return static_cast<uint32_t>(emulation::to_bits(x)); }
-inline int32_t __float2int_rn(float x) { return static_cast<int32_t>(std::nearbyint(x)); }
+inline int32_t __float2int_rn(float x) {
+  if (x != x) return 0;
+  return x >= 0x1p31f ? INT32_MAX : x < -0x1p31f ? INT32_MIN : static_cast<int32_t>(std::nearbyint(x));
+}
 inline int64_t __double_as_longlong(double x) { return static_cast<int64_t>(emulation::to_bits(x)); }
 inline double __longlong_as_double(int64_t bits) { return emulation::from_bits<double>(static_cast<uint64_t>(bits)); }
 inline float __uint2float_rn(uint32_t x) { return static_cast<float>(x); }

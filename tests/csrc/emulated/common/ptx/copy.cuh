@@ -185,6 +185,8 @@ inline void copy_box(uint32_t shared, const TensorMap& map, uint32_t barrier, in
 inline void copy_bytes(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {
   if (reinterpret_cast<uintptr_t>(global) % 16 != 0 || shared % 16 != 0 || bytes % 16 != 0)
     emulation::fail("a bulk copy begins or ends inside 16 bytes");
+  if (bytes == 0 || shared + bytes > emulation::shared_bytes)
+    emulation::fail("a bulk copy is empty, or reaches beyond shared memory");
   char* const to = shared_pointer(shared, 16);
   if (emulation::unfenced_writer(shared, bytes) >= 0)
     emulation::fail("TMA fills what no fence.proxy.async has followed");

@@ -156,7 +156,6 @@ inline uint32_t load_word(uint32_t shared) {
 
 inline void load_words(uint32_t (&d)[2], uint32_t shared) { std::memcpy(d, shared_pointer(shared, 8), 8); }
 inline void load_words(uint32_t (&d)[4], uint32_t shared) { std::memcpy(d, shared_pointer(shared, 16), 16); }
-inline void store_words(uint32_t shared, const uint32_t (&d)[4]) { std::memcpy(shared_pointer(shared, 16), d, 16); }
 
 inline void stmatrix_x4(uint32_t shared, const uint32_t (&d)[4]) {
   const emulation::Lanes<uint32_t> rows(shared, "stmatrix");
