@@ -51,18 +51,17 @@ __device__ __forceinline__ uint4 converted(const uint4& pairs) {
                     converted<Element, Other>(pairs.z), converted<Element, Other>(pairs.w));
 }
 
-// 8-bit types: four elements a word, which are dequantized before they are multiplied. to_f16() makes pairs (0, 1) and
-// (2, 3) of a word, to_f16_apart() pairs (0, 2) and (1, 3).
+// 8-bit types: four elements a word, which are dequantized before they are multiplied. to_f16() makes pair number i of
+// a word, (0, 1) or (2, 3), to_f16_apart() of the pairs (0, 2) and (1, 3).
 
 struct Float8E4M3 {
   static constexpr int kBytes = 1;
   static constexpr bool kRowsHaveScales = false;
-  __device__ __forceinline__ static void to_f16(uint32_t word, uint32_t (&pairs)[2]) {
-    pairs[0] = ptx::f16_of_e4m3(static_cast<uint16_t>(word));
-    pairs[1] = ptx::f16_of_e4m3(static_cast<uint16_t>(word >> 16));
+  __device__ __forceinline__ static uint32_t to_f16(uint32_t word, int i) {
+    return ptx::f16_of_e4m3(static_cast<uint16_t>(word >> 16 * i));
   }
-  __device__ __forceinline__ static void to_f16_apart(uint32_t word, uint32_t (&pairs)[2]) {
-    to_f16(__byte_perm(word, 0, 0x3120), pairs);
+  __device__ __forceinline__ static uint32_t to_f16_apart(uint32_t word, int i) {
+    return to_f16(__byte_perm(word, 0, 0x3120), i);
   }
   /// In the lower 16 bits; larger numbers become the largest one.
   __device__ __forceinline__ static uint32_t pack(float low, float high) { return ptx::pack_e4m3(low, high); }
@@ -71,12 +70,11 @@ struct Float8E4M3 {
 struct Float8E5M2 {
   static constexpr int kBytes = 1;
   static constexpr bool kRowsHaveScales = false;
-  __device__ __forceinline__ static void to_f16(uint32_t word, uint32_t (&pairs)[2]) {
-    pairs[0] = ptx::f16_of_e5m2(static_cast<uint16_t>(word));
-    pairs[1] = ptx::f16_of_e5m2(static_cast<uint16_t>(word >> 16));
+  __device__ __forceinline__ static uint32_t to_f16(uint32_t word, int i) {
+    return ptx::f16_of_e5m2(static_cast<uint16_t>(word >> 16 * i));
   }
-  __device__ __forceinline__ static void to_f16_apart(uint32_t word, uint32_t (&pairs)[2]) {
-    to_f16(__byte_perm(word, 0, 0x3120), pairs);
+  __device__ __forceinline__ static uint32_t to_f16_apart(uint32_t word, int i) {
+    return to_f16(__byte_perm(word, 0, 0x3120), i);
   }
 };
 
@@ -85,14 +83,12 @@ struct Int8 {
   static constexpr bool kRowsHaveScales = false;
   /// f16 numbers 1024 + 128. With a byte as their last eight bits, they are 1024 + byte.
   static constexpr uint32_t kOffset = 0x64806480u;
-  __device__ __forceinline__ static void to_f16(uint32_t word, uint32_t (&pairs)[2]) {
-    const uint32_t biased = word ^ 0x80808080u;
-    pairs[0] = ptx::sub_f16(__byte_perm(biased, 0x64, 0x4140), kOffset);
-    pairs[1] = ptx::sub_f16(__byte_perm(biased, 0x64, 0x4342), kOffset);
+  __device__ __forceinline__ static uint32_t to_f16(uint32_t word, int i) {
+    return ptx::sub_f16(__byte_perm(word ^ 0x80808080u, 0x64, i == 0 ? 0x4140 : 0x4342), kOffset);
   }
-  __device__ __forceinline__ static void to_f16_apart(uint32_t word, uint32_t (&pairs)[2]) {
-    pairs[0] = ptx::sub_f16((word & 0x00ff00ffu) ^ kOffset, kOffset);
-    pairs[1] = ptx::sub_f16(__byte_perm(word, 0x64, 0x4341) ^ 0x00800080u, kOffset);
+  __device__ __forceinline__ static uint32_t to_f16_apart(uint32_t word, int i) {
+    const uint32_t biased = i == 0 ? (word & 0x00ff00ffu) ^ kOffset : __byte_perm(word, 0x64, 0x4341) ^ 0x00800080u;
+    return ptx::sub_f16(biased, kOffset);
   }
 };
 
@@ -127,10 +123,11 @@ __device__ __forceinline__ void store_four(char* to, const float (&values)[4]) {
 /// The elements of a word of a cache as two pairs of Element: (0, 1) and (2, 3).
 template <class Element, class KvElement>
 __device__ __forceinline__ void dequantize(uint32_t word, uint32_t (&pairs)[2]) {
-  KvElement::to_f16(word, pairs);
 #pragma unroll
-  for (uint32_t& pair : pairs) {
-    if constexpr (!is_same<Element, Float16>) pair = Element::pack(Float16::unpack(pair), Float16::unpack(pair >> 16));
+  for (int i = 0; i < 2; ++i) {
+    pairs[i] = KvElement::to_f16(word, i);
+    if constexpr (!is_same<Element, Float16>)
+      pairs[i] = Element::pack(Float16::unpack(pairs[i]), Float16::unpack(pairs[i] >> 16));
   }
 }
 
@@ -147,11 +144,10 @@ __device__ __forceinline__ uint4 dequantize_eight(const uint2& narrow) {
 template <class Element, class KvElement>
 __device__ __forceinline__ uint4 dequantize_eight(const uint2& narrow, float scale) {
   uint32_t pairs[2][2];
-  KvElement::to_f16(narrow.x, pairs[0]);
-  KvElement::to_f16(narrow.y, pairs[1]);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     uint32_t& pair = pairs[i / 2][i % 2];
+    pair = KvElement::to_f16(i / 2 == 0 ? narrow.x : narrow.y, i % 2);
     pair = Element::pack(Float16::unpack(pair) * scale, Float16::unpack(pair >> 16) * scale);
   }
   return make_uint4(pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1]);
@@ -184,12 +180,12 @@ __device__ __forceinline__ uint4 dequantize_int4(uint32_t word, const Int4Factor
 template <class Element, class KvElement>
 __device__ __forceinline__ void dequantize_apart(uint32_t word, uint32_t (&pairs)[2]) {
   if constexpr (is_same<Element, Float16>) {
-    KvElement::to_f16_apart(word, pairs);
+    pairs[0] = KvElement::to_f16_apart(word, 0);
+    pairs[1] = KvElement::to_f16_apart(word, 1);
   } else {
-    uint32_t together[2];
-    KvElement::to_f16(word, together);
-    pairs[0] = Element::pack(Float16::unpack(together[0]), Float16::unpack(together[1]));
-    pairs[1] = Element::pack(Float16::unpack(together[0] >> 16), Float16::unpack(together[1] >> 16));
+    const uint32_t first = KvElement::to_f16(word, 0), second = KvElement::to_f16(word, 1);
+    pairs[0] = Element::pack(Float16::unpack(first), Float16::unpack(second));
+    pairs[1] = Element::pack(Float16::unpack(first >> 16), Float16::unpack(second >> 16));
   }
 }
 

@@ -126,9 +126,10 @@ def engine_cache(
 def engine_rounds(x: Tensor, dtype: torch.dtype | str) -> tuple[Tensor, Tensor]:
     """What vLLM writes for x, [tokens, heads, head_dim], and the scales
     (_reshape_cache_per_token_head of its triton_reshape_and_cache_flash.py). int4: unpacked, and the scales
-    with their zero points (its int4_per_token_head.py).
+    with their zero points (its int4_per_token_head.py). On the CPU: torch on CUDA multiplies by 1 / 15, and rows
+    whose largest and smallest numbers are opposite have a zero point of 7.5 before rounding.
     """
-    x = x.float()
+    x = x.float().cpu()
     if not isinstance(dtype, torch.dtype):
         scales = ((x.amax(-1) - x.amin(-1)) / 15).clamp_min(1e-6)
         zero_points = (-x.amin(-1) / scales + 0.5).floor().clamp(0, 15)
@@ -184,18 +185,17 @@ def test_append_writes_what_the_engine_writes(
     page, place = slots[written] // 16, slots[written] % 16
     for x, name in ((k, "k"), (v, "v")):
         of_cache, scales = (getattr(caches[0], which) for which in (name, f"{name}_scale"))
+        of_tokens, numbers = scales[page, place].cpu(), stored_numbers(of_cache[page, place].cpu(), dtype)
         wanted, wanted_scales = engine_rounds(x[written], dtype)
         rtol = 3e-7
         if dtype == INT4:
-            (got, zero_points), (wanted_scales, wanted_zeros) = map(
-                split_int4, (scales[page, place], wanted_scales)
-            )
+            (got, zero_points), (wanted_scales, wanted_zeros) = map(split_int4, (of_tokens, wanted_scales))
             assert (zero_points - wanted_zeros).abs().max() <= 1
             assert (zero_points != wanted_zeros).float().mean() <= 0.02
             torch.testing.assert_close(got, wanted_scales, rtol=3e-6, atol=0)
         else:
-            torch.testing.assert_close(scales[page, place], wanted_scales, rtol=rtol, atol=0)
-        apart = steps_apart(stored_numbers(of_cache[page, place], dtype), wanted)
+            torch.testing.assert_close(of_tokens, wanted_scales, rtol=rtol, atol=0)
+        apart = steps_apart(numbers, wanted)
         assert apart.max() <= 1
         assert (apart == 1).float().mean() <= 0.01  # ties, and numbers next to them
         others = torch.ones(5, 16, dtype=torch.bool, device=device)
