@@ -258,8 +258,8 @@ def _compile_head_dims(arguments: argparse.Namespace) -> None:
         )
     for arch in arguments.arch or ARCHS:
         for element in elements:
-            if kv_element in manifest.CUDA_ELEMENTS or arguments.rotation:
-                name = manifest.append_qkv_name(element, kv_element, arguments.rotation)
+            name = manifest.append_qkv_name(element, kv_element, arguments.rotation)
+            if manifest.is_late_append(name):
                 print(cubins.compile_kernel(name, arch)[0], flush=True)
         for head_dim in head_dims:
             for element in elements:

@@ -697,6 +697,11 @@ def _late_append(name: str) -> tuple[str, str | None, bool] | None:
     return next((arguments for arguments in made if append_qkv_name(*arguments) == name), None)
 
 
+def is_late_append(name: str) -> bool:
+    """Whether this is an append kernel that is not built ahead of time."""
+    return _late_append(name) is not None
+
+
 def compile_options(name: str) -> str:
     """The `attn-backend compile` options for a kernel that is not built ahead of time."""
     append = _late_append(name)

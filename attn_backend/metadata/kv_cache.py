@@ -270,6 +270,9 @@ class KVCache:
                 self.k.data_ptr(),
             )
         ):
+            if isinstance(self.k_scale, Tensor):
+                needed = f"float32 [pages, page_size, num_kv_heads] = {list(self.k.shape[:3])} over int4"
+                refuse("k_scale", self.k_scale, needed)
             refuse(
                 "k",
                 self.k,

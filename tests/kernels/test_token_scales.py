@@ -126,8 +126,8 @@ def engine_cache(
 def engine_rounds(x: Tensor, dtype: torch.dtype | str) -> tuple[Tensor, Tensor]:
     """What vLLM writes for x, [tokens, heads, head_dim], and the scales
     (_reshape_cache_per_token_head of its triton_reshape_and_cache_flash.py). int4: unpacked, and the scales
-    with their zero points (its int4_per_token_head.py). On the CPU: torch on CUDA multiplies by 1 / 15, and rows
-    whose largest and smallest numbers are opposite have a zero point of 7.5 before rounding.
+    with their zero points (its int4_per_token_head.py). On the CPU: torch on CUDA multiplies by 1 / 15, and
+    rows whose largest and smallest numbers are opposite have a zero point of 7.5 before rounding.
     """
     x = x.float().cpu()
     if not isinstance(dtype, torch.dtype):
