@@ -113,16 +113,21 @@ struct Int4Query {
 };
 
 /// A warp's rows of a work item in registers. Lane (g, t) = (lane / 4, lane % 4) holds rows 2t and 2t + 1 of each
-/// eight, and of each 32 columns of O those from 4g on: of a product's rows g and g + 8, numbers i and i + 2 of them.
+/// eight. Of each 32 columns of O it holds columns 4g to 4g + 3: product i of two has columns i and i + 2, in its rows
+/// g and g + 8.
+///
+/// zeros: probabilities times zero points, summed. Maxima are not scaled. They include the logarithms of weights. Sums
+/// are of exp2(score * scale - maximum * scale), over this lane's tokens. `scale` is above 0, and makes a score a
+/// logarithm to base 2.
 template <int kEights, int kColumns>
 struct Int4State {
   static constexpr int kProducts = kColumns / 16;
   static constexpr float kSlack = 8.0f;  // as WarpState's
   float o[kEights][kProducts][4] = {};
-  float zeros[kEights][4] = {};  // the sums of probabilities times zero points
-  float maximum[kEights][2];     // of the scores, not scaled, with the logarithms of weights
-  float sum[kEights][2];         // of exp2(score * scale - maximum * scale), over this lane's tokens
-  float scale;                   // makes a score a logarithm to base 2; > 0
+  float zeros[kEights][4] = {};
+  float maximum[kEights][2];
+  float sum[kEights][2];
+  float scale;
 
   __device__ __forceinline__ explicit Int4State(float scale_) : scale(scale_) {
 #pragma unroll
