@@ -20,7 +20,7 @@ from vllm.distributed import parallel_state
 from vllm_layer import NUM_PAGES, PAGE, make_builder, make_impl, make_spec
 
 from attn_backend.adapters.vllm import compat, dcp, support
-from attn_backend.adapters.vllm.attention import AttnImpl, bytes_of_scales, token_scaled_view
+from attn_backend.adapters.vllm.attention import AttnImpl, elements_of_row, token_scaled_view
 from attn_backend.adapters.vllm.metadata import AttnMetadata
 from attn_backend.adapters.vllm.rules import TOKEN_SCALED_CACHES
 
@@ -94,7 +94,7 @@ class Deployment:
             builder = make_builder(
                 [impl], spec, device, cache_config=SimpleNamespace(cache_dtype=cache_dtype), **config
             )
-            row = 2 * WIDTH + bytes_of_scales(cache_dtype)
+            row = elements_of_row(2 * WIDTH, cache_dtype)
             cache = torch.full((NUM_PAGES, 1, PAGE, row), torch.nan, device=device).to(stored)
             return impl, builder, cache if cache_dtype == "auto" else cache.view(torch.uint8)
 
