@@ -58,6 +58,7 @@ def sampled(measure: Callable[[], float], every_s: float) -> Iterator[list[tuple
     begin, done = time.monotonic(), threading.Event()
 
     def sample() -> None:
+        samples.append((0.0, measure()))
         while not done.wait(every_s):
             samples.append((time.monotonic() - begin, measure()))
 
@@ -70,17 +71,12 @@ def sampled(measure: Callable[[], float], every_s: float) -> Iterator[list[tuple
         thread.join()
 
 
-def growth(samples: list[tuple[float, float]], warm_up_s: float) -> float:
+def growth(samples: list[tuple[float, float]], warm_up_s: float) -> float | None:
     """By how much the largest sample of the last quarter exceeds the largest of the first quarter, without
-    the warm-up.
-
-    Raises:
-        ValueError: fewer than 4 samples follow it.
+    the warm-up. None if fewer than 4 samples follow it.
     """
     kept = [value for at, value in samples if at >= warm_up_s]
     quarter = len(kept) // 4
     if quarter == 0:
-        raise ValueError(
-            f"minutes: {len(kept)} samples of the memory after {warm_up_s:.0f} s, must be 4 or more"
-        )
+        return None
     return max(kept[-quarter:]) - max(kept[:quarter])

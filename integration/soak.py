@@ -13,7 +13,8 @@ Requirements:
   float32, or with --batch-invariant. Otherwise the report counts differing answers, with the gap between
   their two most probable tokens;
 - requests were aborted, preempted and guided; a soak without these proves nothing about them. If one of these
-  is missing after --minutes, as on a slow machine, the load continues, up to four times as long.
+  is missing after --minutes, or four samples of the memory, as on a slow machine, the load continues, up to
+  four times as long.
 
 --batch-invariant is the engine's own mode. Logits there depend on how many tokens of a request are computed
 at once. A preempted request, or a request after a cached prefix, computes tokens at once that came one by one
@@ -120,7 +121,7 @@ def judge(
     outcome: Outcome,
     replays: list[Replay],
     preempted: int,
-    grown: float,
+    grown: float | None,
     tracebacks: int,
 ) -> list[str]:
     """The failed checks."""
@@ -134,8 +135,10 @@ def judge(
         wrong.append(f"{len(outcome.errors)} requests failed")
     if tracebacks:
         wrong.append(f"{tracebacks} tracebacks in the server's log")
-    if grown > given.memory_growth:
-        wrong.append(f"the memory grew by {grown:.0f} MiB after the first {given.warm_up:.0f} s")
+    if grown is None:
+        wrong.append(f"the memory was sampled fewer than 4 times after the first {given.warm_up:g} s")
+    elif grown > given.memory_growth:
+        wrong.append(f"the memory grew by {grown:.0f} MiB after the first {given.warm_up:g} s")
     if differing := [played for played in exact if not played.is_same]:
         wrong.append(f"{len(differing)} of {len(exact)} requests have another text when asked again alone")
     return wrong + [f"no request was {what}" for what in not_seen(given, outcome, preempted)]
@@ -212,7 +215,9 @@ def run(given: argparse.Namespace) -> bool:
                 given.concurrency,
                 given.replay_every,
                 is_enough=lambda outcome: (
-                    not not_seen(given, outcome, 1) and not not_seen(given, outcome, preemptions())
+                    growth(samples, given.warm_up) is not None
+                    and not not_seen(given, outcome, 1)
+                    and not not_seen(given, outcome, preemptions())
                 ),
                 preemptions=preemptions,
                 resting=given.concurrency // 4 if given.batch_invariant else 0,
@@ -261,9 +266,10 @@ def report(
         f"{len(outcome.errors)} errors; {outcome.complete_json} answers of complete JSON, all of the schema"
     )
     held = [value for _, value in samples]
+    grown = found["memory_growth_mib"]
     print(
         f"memory {min(held):.0f} to {max(held):.0f} MiB in {len(held)} samples, growth after "
-        f"{given.warm_up:g} s: {found['memory_growth_mib']:.0f} MiB"
+        f"{given.warm_up:g} s: {'not known' if grown is None else f'{grown:.0f} MiB'}"
     )
     print(
         f"{len(replays) - len(differing)} of {len(replays)} requests have the same text when asked again "
