@@ -175,13 +175,14 @@ def plot(lines: Sequence[Line], path: Path) -> None:
                 color="C3" if line["ours"] < best else "0.6",
                 linewidth=1.5,
             )
-    axis.set_yticks(places, [line["case"] for line in lines], fontsize=7)
+    axis.set_yticks(places, [line["case"] for line in lines], fontsize=9)
     axis.set_ylim(len(lines) - 0.4, -0.6)
     axis.set_xlim(left=0)
     axis.axvline(1, color="black", linewidth=0.8)
     axis.set_xlabel(
         "floor ÷ time (1 is the floor: bytes over the copy rate, or FLOPs over the rate of a large product; "
-        "no launch in it)"
+        "no launch in it)",
+        loc="right",
     )
     axis.grid(axis="x", alpha=0.3)
     axis.xaxis.set_tick_params(labeltop=True)

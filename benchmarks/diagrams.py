@@ -256,7 +256,7 @@ def architecture() -> str:
     def inner(x: float, y: float, width: float, name: str, note: str) -> None:
         drawing.box(x, y, width, 58, PAPER, FAINT)
         drawing.text(x + width / 2, y + 19, name, anchor="middle", bold=True)
-        drawing.text(x + width / 2, y + 41, note, anchor="middle", size=14)
+        drawing.text(x + width / 2, y + 41, note, anchor="middle")
 
     band(4, 104, "engine", "vLLM, SGLang", NOT_TAKEN)
     for number, (name, note) in enumerate(
@@ -264,7 +264,7 @@ def architecture() -> str:
     ):
         inner(left + 12 + number * 204, 40, 192, name, note)
     band(134, 46, "adapter", "per step and layer", DECODE[0])
-    drawing.text(left + 320, 154, "needs to arguments", anchor="middle", size=14)
+    drawing.text(left + 320, 154, "needs to arguments", anchor="middle")
     band(206, 104, "on the GPU, once a step", "plan()", PREFILL[0])
     for number, (name, note) in enumerate(
         (("read", "lengths, tables"), ("search", "shared prefixes"), ("cut", "equal shares"))

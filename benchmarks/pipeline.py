@@ -13,7 +13,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from attn_backend.cli.picture import FAINT, INK, Rectangles, add_axes, new_figure, write
+from attn_backend.cli.picture import FAINT, INK, TEXT, Rectangles, add_axes, new_figure, write
 
 PRODUCT, SOFTMAX, COPY = 512, 1000, 450  # cycles
 TILES = 4  # KV tiles
@@ -76,18 +76,18 @@ def simulate() -> Timeline:
 
 
 def draw(timeline: Timeline, path: Path) -> None:
-    figure = new_figure(1000, 230)
-    axes: Axes = add_axes(figure, 80, 12, 905, 175)
+    figure = new_figure(1000, 240)
+    axes: Axes = add_axes(figure, 104, 12, 884, 180)
     rectangles = Rectangles(axes)
     for lane, steps in timeline.steps.items():
         row = len(LANES) - 1 - LANES.index(lane)
         for begin, end, what, tile, consumer in steps:
             rectangles.add(COLORS[what], begin + 8, row + 0.1, end - begin - 16, 0.8)
             name = f"{what} {tile}" if lane != "tensor cores" else f"{what} {tile}\nof {consumer}"
-            axes.text((begin + end) / 2, row + 0.5, name, ha="center", va="center", fontsize=6.5, color=INK)
+            axes.text((begin + end) / 2, row + 0.5, name, ha="center", va="center", fontsize=TEXT, color=INK)
     rectangles.draw()
     axes.set_yticks([len(LANES) - 0.5 - number for number in range(len(LANES))], LANES)
     axes.set_xlim(0, max(steps[-1][1] for steps in timeline.steps.values()))
     axes.set_ylim(0, len(LANES))
-    axes.set_xlabel("cycles", fontsize=7, color=FAINT)
+    axes.set_xlabel("cycles", fontsize=TEXT, color=FAINT)
     write(figure, path)

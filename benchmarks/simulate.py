@@ -225,19 +225,19 @@ def draw(results: dict[tuple[str, int], Measured]) -> Figure:
             m.tokens, (FAINT, "#e6550d"), ("without cascade", "with cascade"), strict=True
         ):
             axes.plot(*zip(*_thinned(m.step, tokens, 60), strict=True), color=color, linewidth=1, label=label)
-        axes.set_title(f"{name}\nbatch limit {limit}: {m.removed:.1%} removed", loc="left", fontsize=7.5)
+        axes.set_title(f"{name}\nbatch limit {limit}: {m.removed:.1%} removed", loc="left", fontsize=9)
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
         axes.locator_params(nbins=4)
-        axes.tick_params(labelsize=6.5)
+        axes.tick_params(labelsize=8.5)
         axes.spines[["top", "right"]].set_visible(False)
     figure.legend(
         *panels[0, 0].get_legend_handles_labels(),
         loc="outside lower center",
         ncols=2,
         frameon=False,
-        fontsize=8,
+        fontsize=10,
     )
     return figure
 

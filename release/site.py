@@ -21,6 +21,7 @@ LINKS = "<!-- project links -->"  # replaced on the landing page
 _COLOR = re.compile(r"#([0-9a-fA-F]{6})\b")
 _FIGURE = re.compile(r"!\[([^\]]*)\]\(([^()\s#]+)\.svg\)(\{[^}]*\})?")
 _DARKEST, _LIGHTEST = 0.13, 0.9  # lightness of what was white, and of what was black
+_INK = 0.2  # the lightness up to which a color counts as black, so that text is readable on dark colors
 _PAPER = "#1e2129"  # the background of Material's dark pages
 
 
@@ -58,6 +59,7 @@ def dark(svg: str) -> str:
             return _PAPER
         red, green, blue = (int(match[1][i : i + 2], 16) / 255 for i in (0, 2, 4))
         hue, lightness, saturation = colorsys.rgb_to_hls(red, green, blue)
+        lightness = 0 if lightness < _INK else lightness
         lightness = _DARKEST + (1 - lightness) * (_LIGHTEST - _DARKEST)
         return "#" + "".join(f"{round(255 * c):02x}" for c in colorsys.hls_to_rgb(hue, lightness, saturation))
 

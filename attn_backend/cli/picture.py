@@ -22,8 +22,9 @@ from ..kernels.schedule import PrefixNode
 from .planned import Planned, count, decision
 
 INK = "#222222"
-FAINT = "#9a9a9a"
+FAINT = "#707070"  # readable on white, and on the dark pages of the documentation
 DPI = 100  # pixels, in which sizes and places are given
+TEXT, TITLE = 9, 10  # points: readable where 1280 pixels are shown on 870
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -39,7 +40,7 @@ def add_axes(figure: Figure, left: float, top: float, width: float, height: floa
     axes = figure.add_axes(
         (left / full_width, 1 - (top + height) / full_height, width / full_width, height / full_height)
     )
-    axes.tick_params(labelsize=6.5, colors=FAINT, length=3)
+    axes.tick_params(labelsize=TEXT, colors=FAINT, length=3)
     for spine in axes.spines.values():
         spine.set_color(FAINT)
     return axes
@@ -84,8 +85,9 @@ TAKEN = ("#e6550d", "#c2457f", "#d4a017", "#7b3294", "#8c564b", "#f2795c")
 NOT_TAKEN = "#e4e4e4"
 
 _WIDTH = 1280
-_LEFT, _RIGHT = 96, 24  # margins; the left one holds the row names
+_LEFT, _RIGHT = 112, 24  # margins; the left one holds the row names
 _PANEL = (_WIDTH - _LEFT - _RIGHT - 48) / 2  # width of the view and of the forest
+_LINE = 18  # pixels from a line of text to the next
 _LISTED = 8  # nodes of the forest that are described in text
 _LEGEND = (
     (DECODE[1], "own row group of a request with one row"),
@@ -111,10 +113,10 @@ def draw_plan(planned: Planned) -> Figure:
     ctas_height = num_ctas * min(max(400 / num_ctas, 1.0), 14.0)
 
     lines = planned.summary()
-    rows_top = 30 + 15 * len(lines) + 56
-    list_top = rows_top + slots[-1][1] + 52
-    ctas_top = list_top + 14 * len(listed) + 40
-    height = math.ceil(ctas_top + ctas_height + 44)
+    rows_top = 30 + _LINE * len(lines) + 84
+    list_top = rows_top + slots[-1][1] + 66
+    ctas_top = list_top + _LINE * len(listed) + 40
+    height = math.ceil(ctas_top + ctas_height + 52)
     figure = new_figure(_WIDTH, height)
 
     def text(x: float, y: float, words: str, size: float, weight: str = "normal") -> None:
@@ -122,21 +124,21 @@ def draw_plan(planned: Planned) -> Figure:
             x / _WIDTH, 1 - y / height, words, fontsize=size, color=INK, parse_math=False, fontweight=weight
         )
 
-    text(16, 24, "attn-backend plan", 11, weight="bold")
+    text(16, 24, "attn-backend plan", 12, weight="bold")
     for i, (name, words) in enumerate(lines):
-        text(16, 44 + 15 * i, name, 8)
-        text(_LEFT, 44 + 15 * i, words, 8)
+        text(16, 46 + _LINE * i, name, TITLE)
+        text(_LEFT, 46 + _LINE * i, words, TITLE)
     for i, line in enumerate(listed):
-        text(_LEFT, list_top + 14 * i, line, 7)
+        text(_LEFT, list_top + _LINE * i, line, TEXT)
     handles = [Patch(facecolor=color, label=name) for color, name in _LEGEND]
-    place = (_LEFT / _WIDTH, 1 - (rows_top - 44) / height)
+    place = (_LEFT / _WIDTH, 1 - (rows_top - 72) / height)
     figure.legend(
         handles=handles,
         loc="upper left",
         bbox_to_anchor=place,
-        ncols=4,
+        ncols=2,
         frameon=False,
-        fontsize=7,
+        fontsize=TEXT,
         borderpad=0,
         borderaxespad=0,
     )
@@ -172,8 +174,8 @@ def _extent(node: PrefixNode) -> str:
 
 def _set_up(axes: Axes, title: str, name: str, width: float, height: float) -> None:
     """Sets titles, and limits of x from 0 and of y from the top."""
-    axes.set_title(title, loc="left", fontsize=8, fontweight="bold", color=INK, parse_math=False)
-    axes.set_xlabel(name, fontsize=7, color=FAINT)
+    axes.set_title(title, loc="left", fontsize=TITLE, fontweight="bold", color=INK, parse_math=False)
+    axes.set_xlabel(name, fontsize=TEXT, color=FAINT)
     axes.set_xlim(0, max(width, 1))
     axes.set_ylim(height, 0)
 
@@ -204,7 +206,7 @@ def _draw_view(axes: Axes, planned: Planned, slots: Slots) -> None:
         _add_pages(rectangles, _own_color(planned, request), row[own_begin:], top, bottom, num_pages)
     rectangles.draw()
     # every row, or every k-th if there is not enough room
-    named = range(0, len(order), math.ceil(11 * len(slots) / slots[-1][1]))
+    named = range(0, len(order), math.ceil(13 * len(slots) / slots[-1][1]))
     names = [f"{order[place]}: {count(planned.batch.qo_lens[order[place]], 'row')}" for place in named]
     axes.set_yticks([sum(slots[place]) / 2 for place in named], names, color=INK)
 
@@ -262,14 +264,14 @@ def _draw_forest(axes: Axes, planned: Planned, slots: Slots) -> None:
         width = max(node.end_page - node.begin_page, 1.5 * pixel)
         nodes.add(_color(node), node.begin_page, top, width, bottom - top)
         words = [_extent(node), decision(node), f"saves {node.saved}, adds {node.added}"]
-        fitting = [line for line in words if 6 * len(line) < width / pixel - 6][
-            : int((bottom - top - 2) // 12)
+        fitting = [line for line in words if 7.5 * len(line) < width / pixel - 6][
+            : int((bottom - top - 2) // 15)
         ]
         middle = (node.begin_page + width / 2, (top + bottom) / 2)
         axes.text(
             *middle,
             "\n".join(fitting),
-            fontsize=7,
+            fontsize=TEXT,
             color="white" if node.group >= 0 else INK,
             ha="center",
             va="center",

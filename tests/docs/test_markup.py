@@ -95,3 +95,23 @@ def test_good_pages_pass() -> None:
     assert not list(
         faults("Words.\n\n    command\n    command\n\n| a |\n|---|\n| b |\n\n- one\n- two\n  more\n")
     )
+
+
+# A figure of a 400-pixel phone has 368 pixels; a wide one scrolls and has 1000 (docs/stylesheets).
+_FIGURE = re.compile(r"!\[[^\]]*\]\(([^()\s]+\.svg)\)(\{ \.wide \})?")
+_VIEW = re.compile(r'viewBox="0 0 ([\d.]+) ')
+_SIZE = re.compile(r'font-size(?:: |=")([\d.]+)')
+FIGURES = [(page, *figure) for page in PAGES for figure in _FIGURE.findall(page.read_text())]
+
+
+@pytest.mark.parametrize(
+    ("page", "figure", "wide"),
+    FIGURES,
+    ids=[f"{page.stem}-{Path(figure).stem}" for page, figure, _ in FIGURES],
+)
+def test_text_of_a_figure_is_readable_on_a_phone(page: Path, figure: str, wide: str) -> None:
+    svg = (page.parent / figure).read_text()
+    view = _VIEW.search(svg)
+    assert view
+    scale = (1000 if wide else 368) / float(view[1])
+    assert min(map(float, _SIZE.findall(svg))) * scale >= 9
