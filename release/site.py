@@ -2,6 +2,7 @@
 
 - Links to the source, and the version, come from the project's metadata. A link that it lacks is left out.
 - Every figure gets a copy in dark colors.
+- The name of an option is not broken after its first hyphens.
 - The search does not find internals and reports.
 """
 
@@ -20,6 +21,10 @@ INTERNAL = ("adr/", "internals/", "reports/", "notebook.md")
 LINKS = "<!-- project links -->"  # replaced on the landing page
 _COLOR = re.compile(r"#([0-9a-fA-F]{6})\b")
 _FIGURE = re.compile(r"!\[([^\]]*)\]\(([^()\s#]+)\.svg\)(\{[^}]*\})?")
+# Of inline code: a short word with a hyphen, or the beginning of an option with a long name.
+_CODE = re.compile(r"<code>([^<\n]*)</code>")
+_WORD = re.compile(r"(?<!\S)(?:(?=\S*-)\S{1,28}(?!\S)|--?\w+)")
+_WHOLE = r'<span class="whole">\g<0></span>'
 _DARKEST, _LIGHTEST = 0.13, 0.9  # lightness of what was white, and of what was black
 _INK = 0.2  # the lightness up to which a color counts as black, so that text is readable on dark colors
 _PAPER = "#1e2129"  # the background of Material's dark pages
@@ -71,6 +76,11 @@ def in_both_palettes(markdown: str) -> str:
     return _FIGURE.sub(r"![\1](\2.svg#only-light)\3 ![\1](\2.dark.svg#only-dark)\3", markdown)
 
 
+def keep_words(html: str) -> str:
+    """Marks the words of inline code that a line must not break (docs/stylesheets)."""
+    return _CODE.sub(lambda code: "<code>" + _WORD.sub(_WHOLE, code[1]) + "</code>", html)
+
+
 def changelog(text: str) -> str:
     """CHANGELOG.md as a page of the site, whose links begin in docs/."""
     return re.sub(r"\]\(docs/", "](", text)
@@ -107,3 +117,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         urls = project_urls((ROOT / "pyproject.toml").read_text())
         markdown = markdown.replace(LINKS, links(urls, version()))
     return in_both_palettes(markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    return keep_words(html)

@@ -59,6 +59,17 @@ def test_a_figure_is_shown_in_both_palettes() -> None:
     )
 
 
+def test_a_line_does_not_break_an_option_after_its_hyphens() -> None:
+    def whole(words: str) -> str:
+        return f'<span class="whole">{words}</span>'
+
+    size = "--decode-context-parallel-size"
+    assert site.keep_words("<code>a_b --tp-size 2</code>") == f"<code>a_b {whole('--tp-size')} 2</code>"
+    assert site.keep_words(f"<code>{size}</code>") == f"<code>{whole('--decode')}{size[8:]}</code>"
+    block = "<pre><code>pip --version\n</code></pre>"
+    assert site.keep_words(block) == block
+
+
 def page(uri: str) -> SimpleNamespace:
     return SimpleNamespace(file=SimpleNamespace(src_uri=uri), meta={})
 
