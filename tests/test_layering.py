@@ -19,6 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MAY_IMPORT = {
     # attn_backend/__init__.py: the public names; preflight.py: the compilers; releases.py
     "attn_backend": {"cache_folder", "jit", "kernels", "metadata", "variants"},
+    "__main__": {"cli"},
     "cache_folder": set(),
     "settings": {"cache_folder"},
     "validation": set(),

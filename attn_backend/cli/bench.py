@@ -24,13 +24,13 @@ _EPILOG = """examples:
   attn-backend bench --case decode --svg bench.svg   # some cases, and a picture (needs matplotlib)
   attn-backend bench --json bench.json
   attn-backend bench --sweep --svg sweep.svg         # decodes: GB/s over batch, length and cache format
-  attn-backend bench --device cpu                    # small sizes, next to torch's own attention
+  attn-backend bench --device cpu                    # small sizes: that it works, not how fast it is
 
 Times are medians in µs, of attention only. The plan of a step serves all layers and has its own column.
 On a GPU, launches are replayed from CUDA graphs with a cold L2, in turns. Peers that are not installed
 are left out: FlashAttention-3 (of vLLM), FlashInfer. docs/benchmarks.md has many more cases.
-A sweep counts the bytes of Q, K, V and the output. Its share compares them with what a copy of a large
-tensor reads and writes in the same time.
+A sweep counts the bytes of Q, K, V and the output. `share` is their rate as a fraction of the rate of a
+large copy.
 """
 
 Launch = Callable[[], Any]
@@ -361,7 +361,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def heading(unit: str, where: str, device: str) -> str:
-    small = "Small sizes, to see that it works: GPU kernels are measured where torch sees a GPU"
+    small = (
+        "Small sizes, to see that it works. These times say nothing about a GPU.\n"
+        "The CPU path is for tests and small models; torch's own attention can be several times faster.\n"
+        "On a busy machine set OMP_NUM_THREADS=1: threads that wait for each other distort the times."
+    )
     return f"{unit} on {where}" + (f". {small}" if device == "cpu" else "")
 
 

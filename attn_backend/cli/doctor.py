@@ -168,7 +168,7 @@ def _kernels() -> list[Finding]:
             else f"install a wheel that has them, or nvcc (CUDA 12.4 or newer); then {compiling}"
         )
         if advice and not _sees_a_gpu():
-            advice = f"not needed without a GPU. For one: {advice}"
+            advice = f"not needed without a GPU. For a GPU machine: {advice}"
         text = f"{shipped} of {len(names)} in the package, {cached} in the cache" + (
             f"; {_first(faults)}" if faults else ""
         )

@@ -276,8 +276,8 @@ class Planned:
         tiles = ", ".join(f"{number} of {TILE_ROWS[kind]} rows" for kind, number in sorted(kinds.items()))
         ctas = costs.ctas.double()
         shares = (
-            f"busiest {ctas.max():.0f}, ideal {ctas.mean():.1f} units: balance (busy / ideal) "
-            f"{costs.balance:.3f}"
+            f"busiest {ctas.max():.0f}, ideal {ctas.mean():.1f} units of the planner, not of time: "
+            f"balance (busy / ideal) {costs.balance:.3f}"
         )
         rows, tokens, nodes = (
             count(sum(batch.qo_lens), "row"),

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 LOGGER = logging.getLogger("attn_backend")
 warned: set[str] = set()  # this process has logged these
-LINE_EVERY_S = 10.0  # if there is no live line
+FIRST_LINE_S, LINE_EVERY_S = 2.0, 10.0  # if there is no live line
 
 
 @contextlib.contextmanager
@@ -50,7 +50,7 @@ def _replace_line(stream: TextIO, text: str) -> None:
 @contextlib.contextmanager
 def status(who: str, what: str, stream: TextIO | None = None) -> Iterator[Callable[[str], None]]:
     """Shows what is running, and for how long. On a terminal it is a live line; elsewhere, and in other
-    threads, a plain line now and then.
+    threads, a plain line after 2 s and then every 10 s.
 
     Yields a function that sets the text, such as "requests 3 of 32"; `who` is its prefix.
 
@@ -67,9 +67,11 @@ def status(who: str, what: str, stream: TextIO | None = None) -> Iterator[Callab
         nonlocal what
         what = now
 
-    def repeat(show: Callable[[], None], every_s: float) -> None:
-        while not ended.wait(every_s):
+    def repeat(show: Callable[[], None], first_s: float, every_s: float) -> None:
+        wait_s = min(first_s, every_s)
+        while not ended.wait(wait_s):
             show()
+            wait_s = every_s
 
     with contextlib.ExitStack() as stack:
         show, every_s = (lambda: print(line(), file=stream, flush=True)), LINE_EVERY_S
@@ -86,7 +88,7 @@ def status(who: str, what: str, stream: TextIO | None = None) -> Iterator[Callab
                 show = lambda: _replace_line(stream, line())  # noqa: E731
                 stack.callback(_replace_line, stream, "")
                 show()
-        thread = threading.Thread(target=repeat, args=(show, every_s), daemon=True)
+        thread = threading.Thread(target=repeat, args=(show, FIRST_LINE_S, every_s), daemon=True)
         thread.start()
         stack.callback(thread.join)
         stack.callback(ended.set)
@@ -94,12 +96,19 @@ def status(who: str, what: str, stream: TextIO | None = None) -> Iterator[Callab
 
 
 def tracked(items: Sequence[T], text: str) -> Iterable[T]:
-    """Iterates over the items, with a progress bar on a terminal."""
-    if not sys.stdout.isatty() or find_spec("rich") is None:
-        return items
-    from rich.progress import track
+    """Iterates over the items, with a progress bar on a terminal and status()'s lines on stderr elsewhere."""
+    if sys.stdout.isatty() and find_spec("rich") is not None:
+        from rich.progress import track
 
-    return track(items, text, transient=True)
+        return track(items, text, transient=True)
+    return _counted(items, text)
+
+
+def _counted(items: Sequence[T], text: str) -> Iterator[T]:
+    with status("attn_backend", f"{text} 1 of {len(items)}", sys.stderr) as tell:
+        for number, item in enumerate(items, 1):
+            tell(f"{text} {number} of {len(items)}")
+            yield item
 
 
 def say(text: str) -> None:

@@ -30,6 +30,20 @@ def test_status_writes_a_line_now_and_then(
     assert capsys.readouterr().out == ""
 
 
+def test_items_are_counted_on_stderr_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "FIRST_LINE_S", 0.1)
+    seen = []
+    for item in progress.tracked(["a", "b"], "measuring"):
+        seen.append(item)
+        time.sleep(0.3 if item == "b" else 0)
+    assert seen == ["a", "b"]
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"attn_backend: measuring 2 of 2 \(\d s\)\n", err)
+
+
 def test_status_moves_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich")
     terminal = io.StringIO()
