@@ -378,8 +378,8 @@ class AttentionVariant:
             if given != planned:
                 self._bound = None
                 raise ValueError(
-                    f"variant_args[{name!r}] is not what plan() was given, must be: the plan leaves "
-                    f"out what the mask hides"
+                    f"variant_args[{name!r}] is not what plan() was given, must be the same: the plan "
+                    f"leaves out what the mask hides"
                 )
 
     def _of_mask(self, args: VariantArgs) -> dict[str, object]:

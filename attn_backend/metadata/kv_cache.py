@@ -48,9 +48,9 @@ class KVCache:
     such numbers on the cache's device: [] or [1], one for all; [num_kv_heads]; [batch, 1] or [batch,
     num_kv_heads], for each request of the batch. With the last two, the levels of a composition must give the
     `requests` of their rows. Tensors are read when a kernel runs: a captured CUDA graph uses their contents
-    at replay. Or [pages, page_size, num_kv_heads] of any strides, also views of the pages' own bytes, for
-    float8_e4m3fn, int8 and uint8: one for each token and head, which append computes and writes. Both have
-    this form, or neither; int8 requires it.
+    at replay. Or [pages, page_size, num_kv_heads], in this order in every layout, of any strides, also views
+    of the pages' own bytes, for float8_e4m3fn, int8 and uint8: one for each token and head, which append
+    computes and writes. Both have this form, or neither; int8 requires it.
 
     uint8 with such scales is int4: columns 2i and 2i + 1 are the lower and the upper half of byte i, so k is
     [pages, page_size, num_kv_heads, head_dim / 2]. The lowest 4 bits of a scale hold a zero point z. A number
@@ -287,7 +287,11 @@ class KVCache:
         if self.has_token_scales != _is_of_tokens(self.v_scale):
             refuse("v_scale", self.v_scale, "one for each token and head if k_scale is, and only then")
         if self.dtype == torch.int8 and not self.has_token_scales:
-            refuse("k_scale", self.k_scale, "one for each token and head: the cache is of int8")
+            refuse("k_scale", self.k_scale, f"{self._form_of_token_scales}: int8 has no other scales")
+
+    @property
+    def _form_of_token_scales(self) -> str:
+        return f"a float32 tensor [pages, page_size, num_kv_heads] = {list(self.k.shape[:3])}"
 
     def _checked_scale(self, name: str, scale: Scale) -> Scale:
         if scale is None:
@@ -302,6 +306,8 @@ class KVCache:
                 if scale.ndim > 2
                 else scale.numel() == 1 or scale.shape[-1:] == (heads,) or scale.shape[1:] == (1,)
             )
+            if not is_right and self.stored_dtype in (torch.int8, INT4):
+                refuse(name, scale, self._form_of_token_scales)
             if not is_right or (scale.numel() == 0 and scale.ndim < 3):
                 refuse(
                     name,
