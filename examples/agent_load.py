@@ -92,9 +92,9 @@ def main(argv: list[str] | None = None) -> tuple[float, float]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
-    parser.add_argument("--agents", type=int, help="that decode at a time (64; on a CPU 16)")
-    parser.add_argument("--contexts", type=int, help="that they share (4; on a CPU 2)")
-    parser.add_argument("--context", type=int, help="tokens of each (24000; on a CPU 4096)")
+    parser.add_argument("--agents", type=int, help="agents that decode concurrently (64; on a CPU 16)")
+    parser.add_argument("--contexts", type=int, help="contexts that the agents share (4; on a CPU 2)")
+    parser.add_argument("--context", type=int, help="tokens of each context (24000; on a CPU 4096)")
     arguments = parser.parse_args(argv)
     device = llama.pick_device(arguments.device)
     on_gpu = device.startswith("cuda")

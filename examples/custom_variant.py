@@ -166,7 +166,7 @@ def main(argv: list[str] | None = None) -> tuple[Tensor, float, float]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
-    parser.add_argument("--steps", type=int, default=80, help="of learning")
+    parser.add_argument("--steps", type=int, default=80, help="training steps (%(default)s)")
     arguments = parser.parse_args(argv)
     device = llama.pick_device(arguments.device)
     torch.manual_seed(0)

@@ -213,9 +213,14 @@ def main(argv: list[str] | None = None) -> list[str]:
     )
     parser.add_argument("--model", help="folder or name on the hub; default: small and random")
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
-    parser.add_argument("--max-new-tokens", type=int, default=24)
     parser.add_argument(
-        "prompts", nargs="*", default=[f"{SYSTEM}Question: {question}\nAnswer:" for question in QUESTIONS]
+        "--max-new-tokens", type=int, default=24, help="tokens to generate for each prompt (%(default)s)"
+    )
+    parser.add_argument(
+        "prompts",
+        nargs="*",
+        default=[f"{SYSTEM}Question: {question}\nAnswer:" for question in QUESTIONS],
+        help="default: three questions with a common prefix",
     )
     arguments = parser.parse_args(argv)
     device = llama.pick_device(arguments.device)

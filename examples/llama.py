@@ -117,7 +117,10 @@ def load(model: str | None, device: str) -> Llama:
         try:
             folder = Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors"]))
         except (OSError, ValueError) as error:
-            sys.exit(f"error: --model is {model!r}, must be a folder, or a name that the hub gives: {error}")
+            sys.exit(
+                f"error: --model is {model!r}, must be a folder, or a name that the hub gives: {error}\n"
+                "Without the hub: pass a folder, or `--model random` to streaming_llm.py"
+            )
     config = json.loads((folder / "config.json").read_text())
     weights: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):

@@ -15,7 +15,9 @@ finds shared prefixes (equal slots, which a radix cache makes).
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -128,6 +130,8 @@ def register() -> None:
 
 
 SOURCE = "git+https://github.com/sgl-project/mini-sglang"
+if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv[1:]} and find_spec("minisgl") is None:
+    sys.exit(f"{__doc__}\nmini-sglang's own options are listed once it is installed: pip install {SOURCE}")
 if __name__ in ("__main__", "__mp_main__"):  # the second in a spawned scheduler
     with needs("mini-sglang", source=SOURCE):
         register()

@@ -11,6 +11,7 @@ stream.
 
 from __future__ import annotations
 
+import argparse
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -106,7 +107,11 @@ def on_host(array: Any) -> numpy.ndarray[Any, Any]:
     return array.get() if hasattr(array, "get") else numpy.asarray(array)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args(argv)
     for name in ("numpy", "jax", "cupy"):
         if find_spec(name) is None or (name == "cupy" and not torch.cuda.is_available()):
             continue

@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> list[tuple[int, float, float]]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
-    parser.add_argument("--tokens", type=int, help="of each request (32768; on a CPU 4096)")
+    parser.add_argument("--tokens", type=int, help="tokens of each request (32768; on a CPU 4096)")
     arguments = parser.parse_args(argv)
     device = llama.pick_device(arguments.device)
     on_gpu = device.startswith("cuda")
@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> list[tuple[int, float, float]]:
 
     print(
         f"{BATCH} requests of {length} tokens, {NUM_KV_HEADS} KV heads, pages of {PAGE_SIZE}; times in ms, "
-        f"of one layer"
+        f"of one layer; errors are relative to attention over all pages"
     )
     print(
         f"{'pages':>6} {'tokens':>8} {'relative error':>15} {'select, plan, run':>18} {'full attention':>15}"

@@ -101,13 +101,17 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--model", help="folder or name on the hub; default: small and random")
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
-    parser.add_argument("-n", type=int, default=4, help="answers")
-    parser.add_argument("--max-new-tokens", type=int, default=16)
-    parser.add_argument("--benchmark", action="store_true")
+    parser.add_argument("-n", type=int, default=4, help="answers to each prompt (%(default)s)")
     parser.add_argument(
-        "--prompt", type=int, help="of --benchmark: tokens of each prompt (2048; on a CPU 512)"
+        "--max-new-tokens", type=int, default=16, help="tokens to generate for each answer (%(default)s)"
     )
-    parser.add_argument("--in-flight", type=int, help="of --benchmark: prompts in a batch (16; on a CPU 2)")
+    parser.add_argument(
+        "--benchmark", action="store_true", help="measure the time between tokens instead of generating"
+    )
+    parser.add_argument(
+        "--prompt", type=int, help="with --benchmark: tokens of each prompt (2048; on a CPU 512)"
+    )
+    parser.add_argument("--in-flight", type=int, help="with --benchmark: prompts in a batch (16; on a CPU 2)")
     arguments = parser.parse_args(argv)
     device = llama.pick_device(arguments.device)
     if arguments.benchmark:
@@ -118,11 +122,16 @@ def main(argv: list[str] | None = None) -> None:
         )
         answers = [1, 2, 4, 8, 16, 32, 64] if on_gpu else [1, 4, 16]
         print(f"{in_flight} prompts of {prompt} tokens, n answers to each, 128 tokens generated")
-        print(f"{'n':>4} {'no cascade, ms':>15} {'cascade, ms':>12} {'change':>8} {'prefixes read once':>19}")
+        if not on_gpu:
+            print("Set OMP_NUM_THREADS=1 on a busy CPU: threads that wait for each other distort the times.")
+        print(
+            f"{'n':>4} {'no cascade, ms':>15} {'cascade, ms':>12} {'change by cascade':>18} "
+            f"{'prefixes read once':>19}"
+        )
         for n, without, with_cascade, taken in benchmark(
             LLAMA_31_8B if on_gpu else SMALL, device, answers, in_flight, prompt, 128
         ):
-            print(f"{n:4} {without:15.2f} {with_cascade:12.2f} {with_cascade / without - 1:8.1%} {taken:19}")
+            print(f"{n:4} {without:15.2f} {with_cascade:12.2f} {with_cascade / without - 1:18.1%} {taken:19}")
         return
     model = llama.load(arguments.model, device)
     engine = Engine(model, device)

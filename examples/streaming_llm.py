@@ -223,7 +223,7 @@ def main(argv: list[str] | None = None) -> None:
         "--model", help="folder or name on the hub, or `random`: small; default: SmolLM2-135M-Instruct"
     )
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
-    parser.add_argument("--tokens", type=int, default=1024, help="of text")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of text (%(default)s)")
     parser.add_argument("--window", type=int, default=256, help="tokens that the cache keeps after the sinks")
     parser.add_argument(
         "--text",
@@ -231,8 +231,14 @@ def main(argv: list[str] | None = None) -> None:
         default=Path(argparse.__file__),
         help="a long text; default: a module of Python's library",
     )
-    parser.add_argument("--benchmark", action="store_true")
-    parser.add_argument("--batch", type=int, default=8, help="of --benchmark")
+    parser.add_argument(
+        "--benchmark",
+        action="store_true",
+        help="time a step with rotation inside attention, and with a launch that rotates the whole cache",
+    )
+    parser.add_argument(
+        "--batch", type=int, default=8, help="with --benchmark: requests in a batch (%(default)s)"
+    )
     arguments = parser.parse_args(argv)
     device = llama.pick_device(arguments.device)
     if arguments.benchmark:
@@ -250,6 +256,8 @@ def main(argv: list[str] | None = None) -> None:
     model = llama.load(None if name == "random" else name, device)
     tokens = model.encode(arguments.text.read_text())[: arguments.tokens]
     every = max(len(tokens) // 8, PAGE_SIZE)
+    if name == "random":
+        print("A random model has about the same loss with and without sinks.")
     print(
         f"model's context {model.config['max_position_embeddings']} tokens; text of {len(tokens)}; cache of "
         f"{PAGE_SIZE} + {arguments.window} tokens"

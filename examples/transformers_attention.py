@@ -259,7 +259,7 @@ def main() -> None:
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda")
     )
-    parser.add_argument("--new-tokens", type=int, default=24)
+    parser.add_argument("--new-tokens", type=int, default=24, help="tokens to generate (%(default)s)")
     arguments = parser.parse_args()
     register()
     model = load(arguments.model, arguments.device)

@@ -210,11 +210,17 @@ def main(argv: list[str] | None = None) -> tuple[list[int], int]:
     )
     parser.add_argument("--model", help="folder or name on the hub; default: small and random")
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--depth", type=int, default=6, help="of the tree")
-    parser.add_argument("--width", type=int, default=3, help="places that are looked up")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--prompt", default="one two three one two four one two three one two four one two")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens to generate (%(default)s)")
+    parser.add_argument("--depth", type=int, default=6, help="depth of the draft tree (%(default)s)")
+    parser.add_argument("--width", type=int, default=3, help="branches of the draft tree (%(default)s)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="above 0, drafts are chains (%(default)s)"
+    )
+    parser.add_argument(
+        "--prompt",
+        default="one two three one two four one two three one two four one two",
+        help="text to continue (%(default)s)",
+    )
     arguments = parser.parse_args(argv)
     device = llama.pick_device(arguments.device)
     model = llama.load(arguments.model, device)
@@ -230,6 +236,8 @@ def main(argv: list[str] | None = None) -> tuple[list[int], int]:
     )
     print(f"{arguments.prompt}{model.decode(tokens)}\n")
     print(f"{len(tokens)} tokens with {calls} calls of the model: {len(tokens) / calls:.2f} per call")
+    if arguments.model is None and arguments.temperature > 0:
+        print("A random model seldom repeats itself when it samples: use --model to see a gain.")
     if arguments.temperature == 0:
         alone, _ = generate(model, device, prompt, arguments.max_new_tokens, arguments.depth, 0)
         print(

@@ -60,7 +60,7 @@ def test_streams_of_cupy(example: Any) -> None:
 
 
 def test_it_runs(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    example.main()
+    example.main([])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("numpy: ")
     assert all(float(line.split()[-1]) < 2e-3 for line in lines), lines
