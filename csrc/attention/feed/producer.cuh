@@ -4,6 +4,15 @@
 // Each of its four warps loads half of the tokens of every KV tile, of K or of V (kv_copiers.cuh), and may dequantize
 // them (dequantizer.cuh). With wide heads over an 8-bit cache all four dequantize tokens on the way
 // (dequantizing_copier.cuh). The warps that load V also load Q (query_loader.cuh).
+//
+// Members of a design's Traits that the feed reads (sm90/traits.cuh has them):
+// - sizes and arguments: Shape, kTuning, Params, Variant
+// - types of K and V: StoredElement, KvElement, Element
+// - types of Q: QElement, QueryElement, kDequantizesQuery, kMultipliesFloat8
+// - where K and V are dequantized: kDequantizesInFeed, kDequantizesOnLoad, kFeedsAll, kIsInt4, kMultipliesInt4,
+//   kLoadsScaled
+// - others: kIsLatent, kMayBeCluster, kTakesLastFirst
+// Row tiles of kind 0 are for mma.sync (`for_mma`): two consumer warpgroups share KV tiles or take them in turn.
 #pragma once
 
 #include "attention/feed/dequantizer.cuh"

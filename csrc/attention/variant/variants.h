@@ -187,7 +187,8 @@ struct WithScaledLoads : Variant {
   ATTN_HD WithScaledLoads(const Params& params, int32_t kv_head) : Variant(params.variant, kv_head) {}
 };
 
-/// A variant over a cache with TokenScales: rows of K and V are multiplied by them where they are dequantized.
+/// A variant over a cache with TokenScales. They multiply rows where these are dequantized to 16 bits. In decodes that
+/// multiply stored numbers, they multiply scores and probabilities (sm90/decode.cuh).
 template <class Variant>
 struct WithTokenScales : Variant {
   static constexpr bool kHasTokenScales = true;
