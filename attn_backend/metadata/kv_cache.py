@@ -48,9 +48,9 @@ class KVCache:
     such numbers on the cache's device: [] or [1], one for all; [num_kv_heads]; [batch, 1] or [batch,
     num_kv_heads], for each request of the batch. With the last two, the levels of a composition must give the
     `requests` of their rows. Tensors are read when a kernel runs: a captured CUDA graph uses their contents
-    at replay. Or [pages, page_size, num_kv_heads], in this order in every layout, of any strides, also views
-    of the pages' own bytes, for float8_e4m3fn, int8 and uint8: one for each token and head, which append
-    computes and writes. Both have this form, or neither; int8 requires it.
+    at replay. Or [pages, page_size, num_kv_heads] for float8_e4m3fn, int8 and uint8: one for each token and
+    head, which append computes and writes. This order holds in every layout. Strides are free, and the scales
+    may be views of the pages' own bytes. Both have this form, or neither; int8 requires it.
 
     uint8 with such scales is int4: columns 2i and 2i + 1 are the lower and the upper half of byte i, so k is
     [pages, page_size, num_kv_heads, head_dim / 2]. The lowest 4 bits of a scale hold a zero point z. A number
