@@ -101,6 +101,13 @@ class LayerSpec(NamedTuple):
         return masks or self.has_alibi or self.temperature_len > 0
 
     @property
+    def visibility(self) -> tuple[bool, int]:
+        """`causal` and `window_left` of the views of a causal step. Spans have both in their mask."""
+        if self.has_spans:
+            return False, self.window_left if self.cuts_spans else -1
+        return self.causal, self.window_left
+
+    @property
     def run_soft_cap(self) -> float:
         """The soft cap that runs must pass: 0 for a variant, which knows its own."""
         return 0.0 if self.needs_variant else self.logits_soft_cap
@@ -218,13 +225,6 @@ def variant_args_of(
             "window": -1 if spec.cuts_spans else spec.window_left,
         }
     return None
-
-
-def layer_visibility(spec: LayerSpec, causal: bool) -> tuple[bool, int]:
-    """`causal` and `window_left` of the view to plan, in a step that is causal or not."""
-    if spec.has_spans:
-        return False, spec.window_left if spec.cuts_spans else -1
-    return causal and spec.causal, spec.window_left
 
 
 def attention_of(

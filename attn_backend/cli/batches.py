@@ -16,7 +16,7 @@ import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from ..metadata import BSRView, PageTable
-from ..metadata.views import check_page_ids, check_values
+from ..metadata.values import check_page_ids, check_values
 from ..settings import refusal
 from ..validation import refuse
 

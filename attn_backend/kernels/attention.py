@@ -45,7 +45,8 @@ from ..metadata.kv_cache import (
     Scale,
     checked_scale,
 )
-from ..metadata.views import MAX_LEVELS, check_page_ids, check_values, describe_batch
+from ..metadata.values import check_page_ids, check_values, describe_batch
+from ..metadata.views import MAX_LEVELS
 from ..settings import Settings
 from ..validation import (
     MAX_INT32,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..metadata import BSRView, KVCache, PageTable
 from ..metadata.kv_cache import INT4, Scale
-from ..metadata.views import check_page_ids
+from ..metadata.values import check_page_ids
 from ..validation import refuse
 from ..variants import Variant
 from .append import rotation_matrix

@@ -4,7 +4,6 @@ Only data: nothing here computes, or depends on an engine.
 """
 
 from .kv_cache import KVCache
-from .page_table import PageTable
-from .views import BSRView, Composition
+from .views import BSRView, Composition, PageTable
 
 __all__ = ["BSRView", "Composition", "KVCache", "PageTable"]

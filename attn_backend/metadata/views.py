@@ -1,12 +1,13 @@
-"""BSR views and the compositions made from them, and checks of the values in their tensors."""
+"""What a plan is made from: page tables, BSR views of them, and compositions of views.
+
+The classes check the structure of their tensors. values.py checks the values.
+"""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,19 +19,217 @@ from ..validation import (
     check_int,
     check_same_device,
     index_tensor,
+    indptr_tensor,
     refuse,
     short_repr,
     table_tensor,
 )
-from .page_table import PageTable
+
+MAX_LEVELS = 8  # per composition
+
+
+@dataclass(frozen=True, eq=False)
+class PageTable:
+    """The pages and the lengths of a batch's requests.
+
+    Made by `csr`, `block_table`, `token_slots` or `ragged`, which describe the tensors.
+
+    The tensors are kept, not copied: a plan uses their contents when it is made (on CUDA: when its kernel
+    runs). Structure (dtype, dimensions, strides, device) is checked here. Values are checked by
+    `Attention.plan` for CPU tensors, and clamped on the device for others.
+
+    Raises:
+        ValueError: a tensor has the wrong structure.
+    """
+
+    page_size: int
+    indices: Tensor | None = None
+    indptr: Tensor | None = None
+    last_page_len: Tensor | None = None
+    kv_lens: Tensor | None = None
+    rows: Tensor | None = None
+    # elements of `indices` from one page to the next: 1, or page_size if `indices` has one entry per token
+    entry_step: int = 1
+
+    __repr__ = short_repr
+
+    @classmethod
+    def csr(
+        cls,
+        kv_indptr: Tensor,
+        kv_indices: Tensor,
+        kv_last_page_len: Tensor | None,
+        page_size: int,
+        *,
+        kv_lens: Tensor | None = None,
+    ) -> PageTable:
+        """Request i owns the pages kv_indices[kv_indptr[i]:kv_indptr[i+1]].
+
+        Args:
+            kv_indptr: int32 or int64 [batch + 1].
+            kv_indices: int32 [at least kv_indptr[-1]], page ids.
+            kv_last_page_len: int32 or int64 [batch], tokens in the last page, 1 .. page_size; not read for
+                requests without pages. None: kv_lens is given instead.
+            page_size: tokens.
+            kv_lens: int32 or int64 [batch], tokens, 0 .. pages * page_size, instead of kv_last_page_len: a
+                request may own more pages than it uses.
+        """
+        if kv_indptr is None or kv_indices is None:  # None would make it a table of another form
+            refuse("kv_indptr" if kv_indptr is None else "kv_indices", None, "a tensor")
+        return cls(
+            page_size, indices=kv_indices, indptr=kv_indptr, last_page_len=kv_last_page_len, kv_lens=kv_lens
+        )
+
+    @classmethod
+    def block_table(cls, block_table: Tensor, kv_lens: Tensor, page_size: int) -> PageTable:
+        """Page j of request i is block_table[i, j].
+
+        Args:
+            block_table: int32 [batch, max_pages], page ids. Rows are contiguous; their stride may exceed
+                max_pages. Unused entries are not read.
+            kv_lens: int32 or int64 [batch], tokens, 0 .. max_pages * page_size.
+            page_size: tokens.
+        """
+        return cls(page_size, indices=block_table, kv_lens=kv_lens)
+
+    @classmethod
+    def token_slots(
+        cls, req_to_token: Tensor, rows: Tensor, kv_lens: Tensor, page_size: int = 1
+    ) -> PageTable:
+        """Token t of request i is in slot req_to_token[rows[i], t]. A slot is page * page_size + the token's
+        offset in its page.
+
+        Args:
+            req_to_token: int32 [requests, max_tokens]. Rows are contiguous. Only the slot of each page's
+                first token is read: the page's other tokens must follow it.
+            rows: int32 or int64 [batch], the table's row of each request.
+            kv_lens: int32 or int64 [batch], tokens, 0 .. max_tokens.
+            page_size: tokens.
+        """
+        index_tensor("rows", rows, INT32_OR_INT64, "[batch]")
+        return cls(page_size, indices=req_to_token, rows=rows, kv_lens=kv_lens, entry_step=page_size)
+
+    @classmethod
+    def ragged(cls, kv_indptr: Tensor) -> PageTable:
+        """For K and V in tensors [tokens, num_kv_heads, head_dim]; request i owns their rows
+        kv_indptr[i]:kv_indptr[i+1].
+
+        Args:
+            kv_indptr: int32 or int64 [batch + 1]. It must not exceed the rows of K and V, which only `run`
+                knows. On a CPU `run` raises an error. On a GPU the missing rows read as zeros or as the last
+                row, and cost time.
+        """
+        indptr_tensor("kv_indptr", kv_indptr)
+        return cls(1, indptr=kv_indptr)
+
+    def in_pages_of(self, page_size: int) -> PageTable:
+        """The same tokens in a cache with smaller pages: page p of 64 tokens becomes the pages 4 p .. 4 p + 3
+        of 16. Uses a few torch operators on the table's device, on the current contents of its tensors.
+
+        Raises:
+            ValueError: page_size does not divide this one.
+        """
+        parts = self.page_size // check_int("page_size", page_size, 1)
+        if parts * page_size != self.page_size:
+            refuse("page_size", page_size, f"a divisor of {self.page_size}")
+        if parts == 1:
+            return self
+        assert self.indices is not None  # ragged tensors have one token per page
+        if self.rows is not None:
+            return replace(
+                self, page_size=page_size, entry_step=page_size
+            )  # slots locate tokens without pages
+        places = torch.arange(parts, dtype=torch.int32, device=self.device)
+        indices = (self.indices.unsqueeze(-1) * parts + places).flatten(-2)
+        if self.indptr is None:
+            return replace(self, page_size=page_size, indices=indices)
+        kv_lens = self.kv_lens
+        if kv_lens is None:
+            assert self.last_page_len is not None
+            pages = self.indptr[1:] - self.indptr[:-1]
+            kv_lens = torch.where(pages > 0, (pages - 1) * self.page_size + self.last_page_len, 0)
+        return replace(
+            self,
+            page_size=page_size,
+            indices=indices,
+            indptr=self.indptr * parts,
+            last_page_len=None,
+            kv_lens=kv_lens,
+        )
+
+    @property
+    def form(self) -> str:
+        """'csr', 'block_table', 'token_slots' or 'ragged'."""
+        if self.indptr is not None:
+            return "ragged" if self.indices is None else "csr"
+        return "block_table" if self.rows is None else "token_slots"
+
+    @property
+    def batch_size(self) -> int:
+        """Number of requests."""
+        if self.indptr is not None:
+            return self.indptr.numel() - 1
+        assert self.kv_lens is not None
+        return self.kv_lens.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all tensors of the table."""
+        tensor = self.indices if self.indptr is None else self.indptr
+        assert tensor is not None
+        return tensor.device
+
+    def __post_init__(self) -> None:
+        if type(self.page_size) is not int or not 1 <= self.page_size <= MAX_INT32:
+            object.__setattr__(self, "page_size", check_int("page_size", self.page_size, 1))
+        if self.entry_step not in (1, self.page_size):
+            refuse("entry_step", self.entry_step, f"1 or page_size = {self.page_size}")
+        form = self.form
+        if form == "csr":
+            _check_csr(self)
+        elif form == "block_table":
+            _check_block_table(self)
+        elif form == "token_slots":
+            _check_token_slots(self)
+        else:
+            indptr_tensor("kv_indptr", self.indptr)
+            if self.page_size != 1:
+                refuse("page_size", self.page_size, "1 for ragged K and V")
+
+
+def _check_csr(table: PageTable) -> None:
+    indptr = indptr_tensor("kv_indptr", table.indptr)
+    indices = index_tensor("kv_indices", table.indices, INT32, "[pages]")
+    name, lengths = (
+        ("kv_last_page_len", table.last_page_len) if table.kv_lens is None else ("kv_lens", table.kv_lens)
+    )
+    lengths = index_tensor(name, lengths, INT32_OR_INT64, "[batch]", indptr.numel() - 1)
+    if table.kv_lens is not None and table.last_page_len is not None:
+        refuse("kv_last_page_len", table.last_page_len, "None where kv_lens is given")
+    device = indptr.device
+    check_same_device("kv_indices", indices, "kv_indptr", device)
+    check_same_device(name, lengths, "kv_indptr", device)
+
+
+def _check_block_table(table: PageTable) -> None:
+    block_table = table_tensor("block_table", table.indices, "[batch, max_pages]")
+    kv_lens = index_tensor("kv_lens", table.kv_lens, INT32_OR_INT64, "[batch]", block_table.shape[0])
+    check_same_device("kv_lens", kv_lens, "block_table", block_table.device)
+
+
+def _check_token_slots(table: PageTable) -> None:
+    req_to_token = table_tensor("req_to_token", table.indices, "[requests, max_tokens]")
+    rows = index_tensor("rows", table.rows, INT32_OR_INT64, "[batch]")
+    kv_lens = index_tensor("kv_lens", table.kv_lens, INT32_OR_INT64, "[batch]", rows.shape[0])
+    check_same_device("rows", rows, "req_to_token", req_to_token.device)
+    check_same_device("kv_lens", kv_lens, "req_to_token", req_to_token.device)
+    if req_to_token.shape[0] == 0 and rows.shape[0] > 0:
+        refuse("req_to_token", req_to_token, "of at least one row")
 
 
 def count_slots(slots: Tensor) -> Tensor:
     """int32 [rows]: the number of non-negative slots in each row."""
     return (table_tensor("slots", slots, "[rows, topk]") >= 0).sum(1, dtype=INT32[0])
-
-
-MAX_LEVELS = 8  # per composition
 
 
 @dataclass(frozen=True, eq=False)
@@ -415,226 +614,3 @@ def _integer(name: str, value: object, smallest: int, largest: int, must_be: str
     if not smallest <= integer <= largest:
         refuse(name, integer, must_be)
     return integer
-
-
-def describe_batch(view: BSRView) -> dict[str, Any]:
-    """The lengths and the page ids of a view as lists, for a batch file of `attn-backend plan`. Wrong values
-    stay as they are. Copies from the device, so it waits.
-
-    Returns:
-        qo_indptr, kv_lens and page_size. Except for ragged K and V also block_table: the pages of each
-        request that its length needs and its row of the table has.
-    """
-    table, page_size = view.table, view.table.page_size
-    batch: dict[str, Any] = {"qo_indptr": view.qo_indptr.tolist(), "page_size": page_size}
-    if table.indices is None:
-        return batch | {"kv_lens": _present(table.indptr).diff().tolist()}
-    # Only the batch's part is copied: an engine's table has room for all its requests.
-    if table.form == "token_slots":  # a row outside the table becomes its first or last row
-        rows = _present(table.rows).clamp(0, table.indices.shape[0] - 1)
-        entries = list(table.indices[rows.to(table.indices.device), ::page_size].cpu() // page_size)
-    elif table.form == "block_table":
-        entries = list(table.indices[: view.batch_size].cpu())
-    else:
-        indices, indptr = table.indices.cpu(), _present(table.indptr).clamp(min=0).tolist()
-        entries = [indices[slice(*bounds)] for bounds in pairwise(indptr)]
-    if table.kv_lens is not None:
-        kv_lens = table.kv_lens.tolist()
-    else:
-        lasts = _present(table.last_page_len).tolist()
-        kv_lens = [
-            (len(pages) - 1) * page_size + last if len(pages) else 0
-            for pages, last in zip(entries, lasts, strict=True)
-        ]
-    pages = [
-        ids[: max(-(-kv_len // page_size), 0)].tolist() for ids, kv_len in zip(entries, kv_lens, strict=True)
-    ]
-    return batch | {"kv_lens": kv_lens, "block_table": pages}
-
-
-def check_values(view: BSRView, max_rows: int) -> None:
-    """Checks lengths, the row list, table rows, and the page ids that are used.
-
-    Args:
-        view: its tensors are on the CPU.
-        max_rows: upper limit of the end of qo_indptr; the row list stays below it.
-
-    Raises:
-        ValueError: an indptr that does not start at 0, decreases or ends too far. A row list that is too
-            short or exceeds max_rows. A length that is negative or longer than its row of the table. A last
-            page length outside 1 .. page_size. A row outside the table. A negative page id.
-    """
-    if view.batch_size == 0:
-        return
-    num_rows = _check_indptr("qo_indptr", view.qo_indptr, max_rows, "max_rows")
-    if view.rows is not None:
-        _check_rows(view.rows, num_rows, max_rows)
-    table = view.table
-    if table.form == "csr":
-        _check_csr(table)
-    elif table.form == "block_table":
-        _check_block_table(table)
-    elif table.form == "token_slots":
-        _check_token_slots(table)
-    else:
-        _check_indptr("kv_indptr", _present(table.indptr))
-    check_page_ids(view)
-
-
-def check_page_ids(view: BSRView, num_pages: int | None = None) -> None:
-    """Checks the page ids that are used.
-
-    Args:
-        view: its lengths have been checked.
-        num_pages: of the cache, or the rows of ragged K and V; None: unknown.
-
-    Raises:
-        ValueError: a page id below 0 or not below num_pages, or a kv_indptr that ends beyond the rows of
-            ragged K and V.
-    """
-    table, page_size = view.table, view.table.page_size
-    if view.batch_size == 0:
-        return
-    if table.form == "ragged":
-        _check_indptr("kv_indptr", _present(table.indptr), num_pages, "the rows of K and V")
-    elif table.form == "csr":
-        used = _present(table.indices)[: int(_present(table.indptr)[-1])]
-        wrong = _wrong_ids(used, num_pages)
-        if table.kv_lens is not None and wrong.any():
-            wrong &= _is_used(table, len(used))
-        if wrong.any():
-            entry = _first(wrong)
-            refuse(f"kv_indices[{entry}]", used[entry].item(), _must_be(num_pages))
-    else:
-        kv_lens = _present(table.kv_lens)
-        longest = int(kv_lens.max())
-        if table.form == "block_table":
-            _check_entries(
-                "block_table",
-                _present(table.indices)[: view.batch_size, : -(-longest // page_size)],
-                kv_lens,
-                page_size,
-                num_pages,
-            )
-        else:
-            slots = _present(table.indices)[:, :longest:page_size].index_select(0, _present(table.rows))
-            _check_entries(
-                "req_to_token",
-                slots,
-                kv_lens,
-                page_size,
-                None if num_pages is None else num_pages * page_size,
-            )
-
-
-def _check_rows(rows: Tensor, num_rows: int, max_rows: int) -> None:
-    """Checks the part of the row list that qo_indptr uses: its first num_rows elements."""
-    if rows.shape[0] < num_rows:
-        refuse("rows", rows, f"of at least {num_rows} elements, the end of qo_indptr")
-    used = rows[:num_rows]
-    wrong = (used < 0) | (used >= max_rows)
-    if wrong.any():
-        i = _first(wrong)
-        refuse(f"rows[{i}]", used[i].item(), f"a row of Q, 0 .. max_rows - 1 = {max_rows - 1}")
-
-
-def _check_csr(table: PageTable) -> None:
-    indptr, indices = _present(table.indptr), _present(table.indices)
-    _check_indptr("kv_indptr", indptr, indices.shape[0], "the length of kv_indices")
-    if table.kv_lens is not None:
-        room = (indptr[1:] - indptr[:-1]) * table.page_size
-        wrong = (table.kv_lens < 0) | (table.kv_lens > room)
-        if wrong.any():
-            request = _first(wrong)
-            refuse(
-                f"kv_lens[{request}]",
-                table.kv_lens[request].item(),
-                f"0 .. {room[request].item()}, what the pages of the request hold",
-            )
-        return
-    last_page_len = _present(table.last_page_len)
-    wrong = ((last_page_len < 1) | (last_page_len > table.page_size)) & (indptr[1:] > indptr[:-1])
-    if wrong.any():
-        request = _first(wrong)
-        refuse(
-            f"kv_last_page_len[{request}]",
-            last_page_len[request].item(),
-            f"1 .. page_size = {table.page_size}",
-        )
-
-
-def _is_used(table: PageTable, num_entries: int) -> Tensor:
-    """bool [num_entries]: which entries of a CSR table with kv_lens a request uses."""
-    indptr, entry = _present(table.indptr).long(), torch.arange(num_entries)
-    request = torch.searchsorted(indptr, entry, right=True) - 1
-    return (entry - indptr[request]) * table.page_size < _present(table.kv_lens)[request]
-
-
-def _check_block_table(table: PageTable) -> None:
-    block_table, kv_lens = _present(table.indices), _present(table.kv_lens)
-    max_pages = block_table.shape[1]
-    _check_range(
-        "kv_lens",
-        kv_lens,
-        max_pages * table.page_size,
-        f"what a row of block_table holds: {max_pages} pages of {table.page_size} tokens",
-    )
-
-
-def _check_token_slots(table: PageTable) -> None:
-    req_to_token, rows, kv_lens = _present(table.indices), _present(table.rows), _present(table.kv_lens)
-    _check_range("rows", rows, req_to_token.shape[0] - 1, "the last row of req_to_token")
-    _check_range("kv_lens", kv_lens, req_to_token.shape[1], "the tokens that a row of req_to_token holds")
-
-
-def _check_indptr(name: str, indptr: Tensor, limit: int | None = None, what: str = "") -> int:
-    """Returns the last element, which may be at most `limit` (`what` describes the limit)."""
-    first, last = int(indptr[0]), int(indptr[-1])
-    if first != 0:
-        refuse(f"{name}[0]", first, "0")
-    falls = indptr[1:] < indptr[:-1]
-    if falls.any():
-        i = _first(falls) + 1
-        refuse(f"{name}[{i}]", indptr[i].item(), f"at least {indptr[i - 1].item()}, the element before it")
-    if limit is not None and last > limit:
-        refuse(f"{name}[{indptr.shape[0] - 1}]", last, f"at most {limit}, {what}")
-    return last
-
-
-def _check_range(name: str, values: Tensor, limit: int, what: str) -> None:
-    """Checks that all elements are in 0 .. `limit`; `what` describes the limit."""
-    smallest, largest = (int(value) for value in values.aminmax())
-    if smallest < 0:
-        refuse(f"{name}[{int(values.argmin())}]", smallest, "at least 0")
-    if largest > limit:
-        refuse(f"{name}[{int(values.argmax())}]", largest, f"at most {limit}, {what}")
-
-
-def _check_entries(name: str, entries: Tensor, kv_lens: Tensor, page_size: int, limit: int | None) -> None:
-    """entries: int32 [batch, pages of the longest request]: the page ids, or first slots of pages, of every
-    request; anything beyond its length.
-    """
-    wrong = _wrong_ids(entries, limit)
-    if not wrong.any():
-        return
-    wrong &= torch.arange(entries.shape[1]) * page_size < kv_lens[:, None]
-    if wrong.any():
-        request, page = (int(i) for i in wrong.nonzero()[0])
-        refuse(f"{name}: page {page} of request {request}", entries[request, page].item(), _must_be(limit))
-
-
-def _wrong_ids(entries: Tensor, limit: int | None) -> Tensor:
-    return entries < 0 if limit is None else (entries < 0) | (entries >= limit)
-
-
-def _must_be(limit: int | None) -> str:
-    return "0 or more" if limit is None else f"in [0, {limit}), what the cache has"
-
-
-def _first(mask: Tensor) -> int:
-    return int(mask.nonzero()[0, 0])
-
-
-def _present(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from attn_backend.cli.batches import TraceRequest, read_trace
-from attn_backend.metadata.views import check_values
+from attn_backend.metadata.values import check_values
 from benchmarks.continuous_batching import Engine, PageCache, Request
 from benchmarks.simulate import TRACE, draw, main, mooncake, read_sharegpt, replay, row, sharegpt
 

@@ -522,7 +522,7 @@ FAULTS = (
     Fault(
         "vLLM: no window cuts the images of Gemma 4",
         "attn_backend/adapters/layers.py",
-        "spec.window_left if spec.cuts_spans else -1",
+        "self.window_left if self.cuts_spans else -1",
         "-1",
         VLLM,
     ),
@@ -665,21 +665,21 @@ FAULTS = (
     ),
     Fault(
         "SGLang: prefixes that the host does not know count as none",
-        "attn_backend/adapters/sglang/batch.py",
+        "attn_backend/adapters/sglang/plan.py",
         "prefix_lens is None or any(prefix_lens)",
         "prefix_lens is not None and any(prefix_lens)",
         ("tests/adapters/sglang/test_sglang_mla.py", "-k", "host_may_not_know"),
     ),
     Fault(
         "SGLang: positions of items a token too far",
-        "attn_backend/adapters/sglang/batch.py",
+        "attn_backend/adapters/sglang/masks.py",
         "cached + first - 1 + in_item",
         "cached + first + in_item",
         ("tests/adapters/sglang/test_sglang_items.py", "-k", "tables"),
     ),
     Fault(
         "SGLang: padding of an idle rank is planned",
-        "attn_backend/adapters/sglang/batch.py",
+        "attn_backend/adapters/sglang/plan.py",
         "        if batch_size == 0 or mode.is_idle():",
         "        if batch_size == 0:",
         ("tests/adapters/sglang/test_sglang_backend.py", "-k", "dp_attention"),

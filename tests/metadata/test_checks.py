@@ -10,7 +10,7 @@ import schedule_model
 import torch
 
 from attn_backend import Attention, BSRView, PageTable
-from attn_backend.metadata.views import check_values
+from attn_backend.metadata.values import check_values
 
 MAX_ROWS = 10
 QO = [0, 1, 3]

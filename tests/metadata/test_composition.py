@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from attn_backend import BSRView, Composition, PageTable
-from attn_backend.metadata.views import MAX_LEVELS, check_values
+from attn_backend.metadata.values import check_values
+from attn_backend.metadata.views import MAX_LEVELS
 
 TABLE = PageTable.ragged(torch.tensor([0, 3, 5], dtype=torch.int32))
 QO_INDPTR = torch.tensor([0, 1, 2], dtype=torch.int32)

@@ -34,9 +34,8 @@ from attn_backend.adapters.served import warn_if_untried
 from attn_backend.metadata.kv_cache import SCALED_DTYPES
 
 from . import compat
-from .batch import BatchReader, Step, is_uniform
 from .mla import append_latents, ask_for_parts, has_latents
-from .plan import StepPlanner, WindowSlots
+from .plan import BatchReader, Step, StepPlanner, WindowSlots, is_uniform
 from .support import (
     attention_layers,
     check_runner,
@@ -232,30 +231,6 @@ class SGLangAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **extra: Any,
     ) -> Tensor:
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, extra)
-
-    def forward_extend(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: RadixAttention,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **extra: Any,
-    ) -> Tensor:
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, extra)
-
-    def _forward(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: RadixAttention,
-        forward_batch: Any,
-        save_kv_cache: bool,
-        extra: dict[str, Any],
-    ) -> Tensor:
         """Writes a layer's new tokens and attends.
 
         Args:
@@ -272,7 +247,7 @@ class SGLangAttentionBackend(AttentionBackend):
         # Whisper's forward() is not under torch.no_grad(), and neither are SGLang's captures of decode graphs
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self._forward(q, k, v, layer, forward_batch, save_kv_cache, extra)
+                return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **extra)
         q_rope, k_rope = extra.pop("q_rope", None), extra.pop("k_rope", None)
         sinks = self._sinks(layer, extra) if extra else None
         known = self._layers.get(layer) or self._remember(layer)
@@ -320,6 +295,8 @@ class SGLangAttentionBackend(AttentionBackend):
             sinks=sinks,
         )
         return out
+
+    forward_extend = forward_decode
 
     def _write(
         self, k: Tensor, k_rope: Tensor | None, v: Tensor, kv: KVCache, layer: RadixAttention, slots: Tensor

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .backend import SGLangAttentionBackend
-from .batch import Step
+from .plan import Step
 from .support import check_drafts
 
 

@@ -14,13 +14,12 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
-from attn_backend.adapters.layers import LayerSpec, Spans, attention_of, layer_visibility, variant_args_of
+from attn_backend.adapters.layers import LayerSpec, Spans, attention_of, variant_args_of
 from attn_backend.adapters.metrics import export_counts
 from attn_backend.adapters.served import warn_if_untried
 from attn_backend.kernels.attention import Attention
 from attn_backend.metadata.kv_cache import INT4
-from attn_backend.metadata.page_table import PageTable
-from attn_backend.metadata.views import BSRView
+from attn_backend.metadata.views import BSRView, PageTable
 
 from . import compat, sampler
 from .compat import outside_memory_pools
@@ -48,6 +47,7 @@ class SharedAttention(NamedTuple):
 
     Attributes:
         spec: the layers' spec, completed by the builder.
+        causal, window_left: of views, in causal steps.
         logits_soft_cap: argument of runs; 0 if the variant has it.
         arguments: the variant's arguments, for plans and runs. ALiBi slopes are missing: each layer adds its
             own.
@@ -57,6 +57,8 @@ class SharedAttention(NamedTuple):
     """
 
     spec: LayerSpec
+    causal: bool
+    window_left: int
     attention: Attention
     logits_soft_cap: float
     arguments: dict[str, torch.Tensor | int] | None
@@ -190,11 +192,12 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
                 spec = spec._replace(kv_dtype=kv_dtype)
             if self.context_parallel is None:
                 arguments = variant_args_of(spec, spans=self.spans)
-                return SharedAttention(spec, make(spec), spec.run_soft_cap, arguments)
+                return SharedAttention(spec, *spec.visibility, make(spec), spec.run_soft_cap, arguments)
             of_all_ranks = spec._replace(num_qo_heads=spec.num_qo_heads * self.context_parallel.size)
             new_tokens = spec._replace(of_this_step=True, kv_dtype=None, token_scales=False, rotation=False)
             context = make(of_all_ranks)
-            return SharedAttention(spec, make(new_tokens, cascade=False), spec.run_soft_cap, None, context)
+            own = make(new_tokens, cascade=False)
+            return SharedAttention(spec, *spec.visibility, own, spec.run_soft_cap, None, context)
 
         self.plans = outside_memory_pools(lambda: {spec: make_shared(spec) for spec in specs}, device)
         sampler.install(device, vllm_config)
@@ -254,16 +257,19 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
                 qo_indptr, metadata.seq_lens, single_tokens=metadata.single_tokens
             )
         table = PageTable.block_table(blocks, kv_lens, self.page_size)
-        for spec, attention, _, arguments, context in self.plans.values():
-            causal, window = layer_visibility(spec, metadata.causal)
-            tokens = PageTable.ragged(qo_indptr) if spec.of_this_step or context is not None else table
+        for shared in self.plans.values():
             if not metadata.single_tokens:
-                attention.plan(
-                    BSRView(qo_indptr, tokens, causal=causal, window_left=window),
-                    variant_args=None if spec.has_alibi else arguments,
+                of_this_step = shared.spec.of_this_step or shared.context is not None
+                view = BSRView(
+                    qo_indptr,
+                    PageTable.ragged(qo_indptr) if of_this_step else table,
+                    causal=shared.causal and metadata.causal,
+                    window_left=shared.window_left,
                 )
-            if context is not None:
-                context.plan(BSRView(qo_indptr, table, causal=False))
+                arguments = None if shared.spec.has_alibi else shared.arguments
+                shared.attention.plan(view, variant_args=arguments)
+            if shared.context is not None:
+                shared.context.plan(BSRView(qo_indptr, table, causal=False))
         export_counts(logger)
 
     def update_draft_decode_metadata(self, metadata: AttnMetadata) -> None:

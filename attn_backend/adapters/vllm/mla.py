@@ -30,8 +30,7 @@ from attn_backend.jit.manifest import HeadDims
 from attn_backend.kernels.append import append_mla_kv
 from attn_backend.kernels.attention import Attention
 from attn_backend.metadata.kv_cache import KVCache
-from attn_backend.metadata.page_table import PageTable
-from attn_backend.metadata.views import BSRView
+from attn_backend.metadata.views import BSRView, PageTable
 
 from . import compat, sampler
 from .compat import outside_memory_pools

@@ -19,7 +19,7 @@ from sglang_steps import check, step
 
 from attn_backend.adapters.sglang import compat
 from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
-from attn_backend.adapters.sglang.batch import items_of
+from attn_backend.adapters.sglang.masks import items_of
 
 
 def make_step(

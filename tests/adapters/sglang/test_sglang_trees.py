@@ -38,8 +38,8 @@ from torch import Tensor
 from attn_backend.adapters.layers import LayerSpec
 from attn_backend.adapters.sglang import compat
 from attn_backend.adapters.sglang.backend import SGLangAttentionBackend
-from attn_backend.adapters.sglang.batch import TreeMask, TreeMasks
 from attn_backend.adapters.sglang.drafts import DraftStepsBackend, branch_slots
+from attn_backend.adapters.sglang.masks import TreeMask, TreeMasks
 from attn_backend.adapters.sglang.support import tree_spec
 
 pytestmark = pytest.mark.usefixtures("needs_a_release_that_serves_on_cpus")
