@@ -259,7 +259,7 @@ def _compile_head_dims(arguments: argparse.Namespace) -> None:
     for arch in arguments.arch or ARCHS:
         for element in elements:
             name = manifest.append_qkv_name(element, kv_element, arguments.rotation)
-            if manifest.is_late_append(name):
+            if manifest.late_append(name) is not None:
                 print(cubins.compile_kernel(name, arch)[0], flush=True)
         for head_dim in head_dims:
             for element in elements:

@@ -684,8 +684,10 @@ def _shape_of(name: str) -> KernelShape | None:
     )
 
 
-def _late_append(name: str) -> tuple[str, str | None, bool] | None:
-    """The arguments of append_qkv_name() that give this name, of a kernel that is not built ahead of time."""
+def late_append(name: str) -> tuple[str, str | None, bool] | None:
+    """The arguments of append_qkv_name() that give this name, if it is an append kernel that is not built
+    ahead of time; otherwise None.
+    """
     of_caches = (None, "e4m3", *TOKEN_ELEMENTS, *CUDA_ELEMENTS)
     made = (
         (element, of_cache if of_cache != element else None, rotation)
@@ -697,14 +699,9 @@ def _late_append(name: str) -> tuple[str, str | None, bool] | None:
     return next((arguments for arguments in made if append_qkv_name(*arguments) == name), None)
 
 
-def is_late_append(name: str) -> bool:
-    """Whether this is an append kernel that is not built ahead of time."""
-    return _late_append(name) is not None
-
-
 def compile_options(name: str) -> str:
     """The `attn-backend compile` options for a kernel that is not built ahead of time."""
-    append = _late_append(name)
+    append = late_append(name)
     if append is not None:
         return float8_options(append[1], False, False, append[2])
     shape = _shape_of(name)
@@ -728,7 +725,7 @@ def source_of(name: str, arch: str) -> str | None:
     """The source of a kernel, which need not be built ahead of time; None if this arch has no such kernel."""
     if name in kernels(arch):
         return kernels(arch)[name].source
-    append = _late_append(name)
+    append = late_append(name)
     if append is not None:
         return append_qkv_kernel(*append).source
     shape = _shape_of(name)

@@ -283,10 +283,11 @@ def check_kv_dtype(
     kv_dtype: CacheDtype | None, dtype: torch.dtype, dims: HeadDims, token_scales: bool = False
 ) -> CacheDtype:
     """The cache's dtype."""
-    if kv_dtype not in TOKEN_SCALED_DTYPES if token_scales else kv_dtype == torch.int8:
-        *others, last = (repr(known) if known == INT4 else str(known) for known in TOKEN_SCALED_DTYPES)
-        must = f"{', '.join(others)} or {last}" if token_scales else "another one"
-        refuse("kv_dtype", kv_dtype, f"{must} with token_scales={token_scales}")
+    if kv_dtype in (torch.int8, INT4) and not token_scales:
+        refuse("token_scales", token_scales, f"True with kv_dtype={kv_dtype!r}")
+    if token_scales and kv_dtype not in TOKEN_SCALED_DTYPES:
+        *others, last = map(repr, TOKEN_SCALED_DTYPES)
+        refuse("kv_dtype", kv_dtype, f"{', '.join(others)} or {last} with token_scales=True")
     if kv_dtype is None:
         return dtype
     if token_scales:
@@ -300,7 +301,11 @@ def check_kv_dtype(
         ]
         refuse("kv_dtype", kv_dtype, f"None, dtype = {dtype}, {', '.join(others[:-1])} or {others[-1]}")
     if kv_dtype == torch.uint8 and (dims != MLA_HEAD_DIMS or dtype != torch.bfloat16):
-        refuse("kv_dtype", kv_dtype, f"{LATENT_HEAD_DIMS_TEXT} and dtype = torch.bfloat16")
+        refuse(
+            "kv_dtype",
+            kv_dtype,
+            f"{LATENT_HEAD_DIMS_TEXT}, dtype = torch.bfloat16; pass {INT4!r} for bytes of two columns",
+        )
     return kv_dtype
 
 
@@ -619,7 +624,7 @@ class Attention:
             such runs need additional kernels, which are also loaded.
         token_scales: the cache has a scale for each token and head (`KVCache`): kv_dtype is float8_e4m3fn,
             int8 or "int4", q_dtype is dtype, and on CUDA heads have up to 256 columns. Over int4 they have a
-            multiple of 32.
+            multiple of 32. None: True for "int4", else False.
         rotation: rows of K and V were appended with rotation=True. Q is rotated, and the output back, in the
             same kernel. q_dtype is dtype, head_dim_v is head_dim, at most 256, and the variant does not
             transform Q, K, V or the output.
@@ -663,7 +668,7 @@ class Attention:
         head_dim_v: int | None = None,
         q_dtype: torch.dtype | None = None,
         float8_out: bool = False,
-        token_scales: bool = False,
+        token_scales: bool | None = None,
         rotation: bool = False,
     ) -> None:
         device = check_device(device)
@@ -677,9 +682,9 @@ class Attention:
         )
         check_modes(cascade, batch_invariant, max_batch, max_levels, device)
         design = choose_design(kernel, device, dims, variant)
-        flags = {"sinks": sinks, "float8_out": float8_out, "token_scales": token_scales, "rotation": rotation}
-        check_types(bool, "True or False", **flags)
-        token_scales = token_scales or kv_dtype == INT4
+        check_types(bool, "True or False", sinks=sinks, float8_out=float8_out, rotation=rotation)
+        check_types((bool, NoneType), "True, False or None", token_scales=token_scales)
+        token_scales = kv_dtype == INT4 if token_scales is None else token_scales
         of_cache = check_kv_dtype(kv_dtype, dtype, dims, token_scales)
         q_dtype = check_q_dtype(q_dtype, dtype, of_cache, dims, design)
         if token_scales:

@@ -62,6 +62,12 @@ MADE = {
     "kv.k.shape is ..., must be [pages, page_size = ..., ...]": lambda: attend(
         cache=torch.zeros(2, 2, 2, 16, 64)
     ),
+    "token_scales is False, must be True with kv_dtype=...": lambda: Attention(
+        4, 2, 64, kv_dtype="int4", token_scales=False, device="cpu", max_rows=1, max_batch=1
+    ),
+    "kv_dtype is torch.uint8, must be another one: ...; pass 'int4' for bytes of two columns": lambda: (
+        Attention(4, 2, 64, kv_dtype=torch.uint8, device="cpu", max_rows=1, max_batch=1)
+    ),
     "block_table: page ... of request ... is ..., must be in [0, ...)": lambda: attend(page=9),
     "device is 'cuda', must be 'cpu': torch sees no GPU": lambda: attend(device="cuda"),
     "cpp of <variant ...> has ..., must include no file": lambda: Variant.from_source(

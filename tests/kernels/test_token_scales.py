@@ -307,9 +307,14 @@ def attention(**options: Any) -> Attention:
 
 
 REFUSED = {
-    r"kv_dtype is torch.int8, must be another one with token_scales=False": {
+    r"token_scales is False, must be True with kv_dtype=torch.int8": {
         "kv_dtype": torch.int8,
-        "token_scales": False,
+        "token_scales": None,
+    },
+    r"token_scales is False, must be True with kv_dtype='int4'": {"kv_dtype": INT4, "token_scales": False},
+    r"kv_dtype is torch.uint8, must be another one: .*; pass 'int4' for bytes of two columns": {
+        "kv_dtype": torch.uint8,
+        "token_scales": None,
     },
     r"kv_dtype is None, must be torch.float8_e4m3fn, torch.int8 or 'int4' with token_scales=True": {},
     r"kv_dtype is torch.float8_e5m2, must be torch.float8_e4m3fn, ": {"kv_dtype": torch.float8_e5m2},
@@ -317,7 +322,7 @@ REFUSED = {
     r"head_dim_v is 48, must be a multiple of 32 with kv_dtype='int4'": {
         "kv_dtype": INT4,
         "head_dim_v": 48,
-        "token_scales": False,
+        "token_scales": None,
     },
     r"kv_dtype is 'int3', must be a torch.dtype, 'int4' or None": {
         "kv_dtype": "int3",
@@ -332,7 +337,7 @@ REFUSED = {
         "q_dtype": torch.float8_e4m3fn,
     },
     r"q_dtype is torch.int8, must be None, dtype": {"kv_dtype": torch.int8, "q_dtype": torch.int8},
-    r"token_scales is 1, must be True or False": {"kv_dtype": torch.int8, "token_scales": 1},
+    r"token_scales is 1, must be True, False or None": {"kv_dtype": torch.int8, "token_scales": 1},
 }
 
 
