@@ -20,7 +20,41 @@ from .rules import BYTE_CACHES, OTHER_CACHE, TOKEN_SCALED_CACHES, unsupported_ca
 from .support import with_ways_out
 
 
-class AttnBackend(AttentionBackend):
+class OwnBackend(AttentionBackend):
+    """What the backends of all models have in common."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+
+    @staticmethod
+    def get_name() -> str:
+        return compat.backend_name()
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(*args: Any, **kwargs: Any) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability.major >= 8
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
+        return with_ways_out(super().validate_configuration(*args, **kwargs))
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_dcp(cls) -> bool:
+        return cls.get_impl_cls().supports_dcp
+
+    @classmethod
+    def supports_pcp(cls) -> bool:
+        return False
+
+
+class AttnBackend(OwnBackend):
     """The backend behind `--attention-backend CUSTOM`.
 
     The KV cache of a layer is one tensor [blocks, kv_heads, page, 2 * head_dim], K before V in the last
@@ -31,13 +65,8 @@ class AttnBackend(AttentionBackend):
     same bytes (token_scaled_view).
     """
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *BYTE_CACHES]
     forward_includes_kv_cache_update: bool = False
-
-    @staticmethod
-    def get_name() -> str:
-        return compat.backend_name()
 
     @staticmethod
     def get_impl_cls() -> type[AttnImpl]:
@@ -46,10 +75,6 @@ class AttnBackend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[AttnMetadataBuilder]:
         return AttnMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(*args: Any, **kwargs: Any) -> list[int | MultipleOf]:
-        return [MultipleOf(16)]
 
     @staticmethod
     def get_kv_cache_shape(
@@ -89,14 +114,6 @@ class AttnBackend(AttentionBackend):
         return unsupported and f"{unsupported}: {OTHER_CACHE}"
 
     @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return capability.major >= 8
-
-    @classmethod
-    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
-        return with_ways_out(super().validate_configuration(*args, **kwargs))
-
-    @classmethod
     def supports_sliding_window(cls) -> bool:
         return True
 
@@ -123,18 +140,6 @@ class AttnBackend(AttentionBackend):
     @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
         return True
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_dcp(cls) -> bool:
-        return cls.get_impl_cls().supports_dcp
-
-    @classmethod
-    def supports_pcp(cls) -> bool:
-        return False
 
 
 class CpuAttnBackend(AttnBackend):

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadataBuilder,
     QueryLenSupport,
 )
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 from attn_backend.adapters.layers import LayerSpec, attention_of
@@ -33,6 +33,7 @@ from attn_backend.metadata.kv_cache import KVCache
 from attn_backend.metadata.views import BSRView, PageTable
 
 from . import compat, sampler
+from .backend import OwnBackend
 from .compat import outside_memory_pools
 from .rules import FLOAT8_LATENTS, LATENT_CACHES, LATENT_HEAD_SIZES, OTHER_CACHE, PLAIN_CACHES
 from .support import (
@@ -43,7 +44,6 @@ from .support import (
     unsupported_context_parallelism,
     unsupported_feature,
     unsupported_invariance,
-    with_ways_out,
     workspace_maxima,
 )
 
@@ -507,18 +507,13 @@ def check_layer(
         refuse(f"a cache of latents of dtype {kv_cache_dtype} (pass --kv-cache-dtype auto or fp8_e4m3)")
 
 
-class MlaBackend(MLACommonBackend):
+class MlaBackend(OwnBackend, MLACommonBackend):
     """The backend behind `--attention-backend CUSTOM` for a model with latents.
 
     The KV cache of a layer is [blocks, page, latent and rotated part].
     """
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *FLOAT8_LATENTS]
-
-    @staticmethod
-    def get_name() -> str:
-        return compat.backend_name()
 
     @staticmethod
     def get_impl_cls() -> type[MlaImpl]:
@@ -528,10 +523,6 @@ class MlaBackend(MLACommonBackend):
     def get_builder_cls() -> type[MlaMetadataBuilder]:
         return MlaMetadataBuilder
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(*args: Any, **kwargs: Any) -> list[int | MultipleOf]:
-        return [MultipleOf(16)]
-
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         return 64  # the Hopper kernel loads a KV tile of 64 tokens by one box
@@ -539,14 +530,6 @@ class MlaBackend(MLACommonBackend):
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         return LATENT_HEAD_SIZES
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return capability.major >= 8
-
-    @classmethod
-    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
-        return with_ways_out(super().validate_configuration(*args, **kwargs))
 
     @classmethod
     def supports_combination(
@@ -558,18 +541,6 @@ class MlaBackend(MLACommonBackend):
                 f"have: {OTHER_CACHE}"
             )
         return None
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_dcp(cls) -> bool:
-        return cls.get_impl_cls().supports_dcp
-
-    @classmethod
-    def supports_pcp(cls) -> bool:
-        return False
 
 
 class CpuMlaBackend(MlaBackend):
