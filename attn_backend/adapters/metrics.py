@@ -70,8 +70,9 @@ def log_start(logger: logging.Logger) -> None:
     )
 
 
-_OF_ENGINE = "PROMETHEUS_MULTIPROC_DIR"
-_OF_OURS = "_ATTN_METRICS_FOLDER"  # processes inherit it
+# Environment variables that name the folder.
+ENGINE_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+OWN_FOLDER = "_ATTN_METRICS_FOLDER"  # processes inherit it
 _HELP = {
     "plans": "Batches that attn_backend planned, once for each group of layers.",
     "clamped_plans": "Plans whose metadata was clamped.",
@@ -148,7 +149,7 @@ def _tell_of_failure(logger: logging.Logger, folder: str, error: Exception) -> N
 
 @cache
 def _counts_file(logger: logging.Logger) -> CountsFile | None:
-    folder = os.environ.get(_OF_ENGINE) or os.environ.get(_OF_OURS)
+    folder = os.environ.get(ENGINE_FOLDER) or os.environ.get(OWN_FOLDER)
     if folder is None:
         logger.warning("ATTN_BACKEND_METRICS=1 exports nothing: start SGLang with --enable-metrics.")
         return None
@@ -164,12 +165,12 @@ def serve_counts() -> None:
 
     The folder belongs to the first process, which removes it.
     """
-    if not Settings.read().metrics or os.environ.get(_OF_ENGINE):
+    if not Settings.read().metrics or os.environ.get(ENGINE_FOLDER):
         return
-    folder = os.environ.get(_OF_OURS, "")
+    folder = os.environ.get(OWN_FOLDER, "")
     try:
         if not os.path.isdir(folder):  # none, or of a process that has ended
-            folder = os.environ[_OF_OURS] = tempfile.mkdtemp(prefix="attn_backend-metrics-")
+            folder = os.environ[OWN_FOLDER] = tempfile.mkdtemp(prefix="attn_backend-metrics-")
             atexit.register(_remove, folder, os.getpid())
         _register(folder)
     except Exception as error:  # a counter must not keep an engine from starting

@@ -83,7 +83,7 @@ def test_the_first_rank_tells_of_the_start(
 def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     pytest.importorskip("prometheus_client")
     monkeypatch.setenv("ATTN_BACKEND_METRICS", "1")
-    for variable in (metrics._OF_ENGINE, metrics._OF_OURS):
+    for variable in (metrics.ENGINE_FOLDER, metrics.OWN_FOLDER):
         monkeypatch.delenv(variable, raising=False)
     counted: list[schedule.Counted] = []
     monkeypatch.setattr(schedule, "counted", counted)
@@ -109,7 +109,7 @@ def shown(folder: Path | str) -> str:
 def test_counters_of_all_attentions_in_the_engine_s_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(metrics._OF_ENGINE, str(tmp_path))
+    monkeypatch.setenv(metrics.ENGINE_FOLDER, str(tmp_path))
     metrics.export_counts(LOGGER)
     assert not any(tmp_path.iterdir())  # there is nothing to count yet
     attention = make()
@@ -173,11 +173,11 @@ def test_vllm_s_registry_shows_our_folder(monkeypatch: pytest.MonkeyPatch) -> No
 
     registry = CollectorRegistry(auto_describe=True)
     monkeypatch.setattr("prometheus_client.REGISTRY", registry)
-    monkeypatch.setenv(metrics._OF_OURS, "")
-    monkeypatch.delenv(metrics._OF_OURS)
+    monkeypatch.setenv(metrics.OWN_FOLDER, "")
+    monkeypatch.delenv(metrics.OWN_FOLDER)
     for _ in range(2):  # plugins are loaded more than once
         metrics.serve_counts()
-    folder = os.environ[metrics._OF_OURS]
+    folder = os.environ[metrics.OWN_FOLDER]
     plan(make(), 30)
     metrics.export_counts(LOGGER)
     assert "attn_backend:plans_total 1.0" in generate_latest(registry).decode()
@@ -189,9 +189,9 @@ def test_vllm_s_registry_shows_our_folder(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("counting")
 def test_no_folder_of_ours_where_the_engine_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(metrics._OF_ENGINE, str(tmp_path))
+    monkeypatch.setenv(metrics.ENGINE_FOLDER, str(tmp_path))
     metrics.serve_counts()
-    assert metrics._OF_OURS not in os.environ
+    assert metrics.OWN_FOLDER not in os.environ
 
 
 @pytest.mark.usefixtures("counting")
@@ -200,7 +200,7 @@ def test_nothing_is_made_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
     metrics.serve_counts()
     plan(make(), 30)
     metrics.export_counts(LOGGER)
-    assert metrics._OF_OURS not in os.environ
+    assert metrics.OWN_FOLDER not in os.environ
     assert metrics._counts_file.cache_info().currsize == 0
 
 
@@ -217,7 +217,7 @@ def test_one_warning_where_nothing_can_be_exported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     if folder is not None:
-        monkeypatch.setenv(metrics._OF_ENGINE, str(tmp_path / folder))
+        monkeypatch.setenv(metrics.ENGINE_FOLDER, str(tmp_path / folder))
     attention = make()
     for _ in range(2):
         plan(attention, 30)
