@@ -394,7 +394,8 @@ _EPILOG = """examples:
   attn-backend doctor --model config.json --engine sglang --server-args '--chunked-prefill-size -1'
 
 [ok]: works. [--]: missing, but not always needed. [!!]: broken; the exit status is then 1.
-With --model: [ok] served, exit status 0; [!!] refused, 1; [--] this backend runs only some layers, 3.
+With --model: [ok] served, exit status 0; [!!] refused, 1; [--] this backend runs only some layers, 3;
+[--] the engine's release is not supported, 4.
 """
 
 

@@ -19,6 +19,7 @@ from .console import print_table
 
 # 2 is the status of a wrong command line
 STATUS = {SERVED: 0, REFUSED: 1, PARTLY: 3}
+STATUS_OF_OTHER_RELEASES = 4  # not refused, but the release is not a supported one
 _MARKS = {SERVED: "[ok]", REFUSED: "[!!]", PARTLY: "[--]"}
 
 
@@ -43,6 +44,15 @@ class Answer:
         if not self.verdict.ours:
             return "served: the model has no attention layers"
         return f"served: all {len(self.verdict.ours)} attention layers ({ours})"
+
+    @property
+    def is_of_supported_release(self) -> bool:
+        return was_checked(self.engine, self.release)
+
+    @property
+    def mark(self) -> str:
+        is_sure = self.is_of_supported_release or self.verdict.answer == REFUSED
+        return _MARKS[self.verdict.answer] if is_sure else "[--]"
 
     @property
     def usage(self) -> str:
@@ -120,14 +130,19 @@ def parse_options(text: str) -> dict[str, str]:
 
 
 def status_of(answers: Iterable[Answer]) -> int:
-    """The exit status. Among several engines a refusal counts most, then a partial answer."""
+    """The exit status. Among several engines a refusal counts most, then an unsupported release, then a
+    partial answer.
+    """
+    answers = list(answers)
     found = {answer.verdict.answer for answer in answers}
+    if REFUSED not in found and not all(answer.is_of_supported_release for answer in answers):
+        return STATUS_OF_OTHER_RELEASES
     return STATUS[next(answer for answer in (REFUSED, PARTLY, SERVED) if answer in found)]
 
 
 def _rows(answer: Answer) -> list[tuple[str, str, str]]:
     verdict = answer.verdict
-    rows = [(_MARKS[verdict.answer], f"{answer.engine} {answer.release}", answer.text)]
+    rows = [(answer.mark, f"{answer.engine} {answer.release}", answer.text)]
     for number, refusal in enumerate(verdict.refusals):
         if number:
             rows.append(("", "", f"also refused: {refusal.what}"))
@@ -135,9 +150,15 @@ def _rows(answer: Answer) -> list[tuple[str, str, str]]:
     if verdict.answer != REFUSED:
         rows.append(("", "", f"-> {answer.usage}"))
     rows += [("", "", note) for note in verdict.notes]
-    if not was_checked(answer.engine, answer.release):
+    if not answer.is_of_supported_release:
+        supported = RELEASES[answer.engine]
         rows.append(
-            ("", "", f"{answer.release} is not among the releases that the adapter was checked against")
+            (
+                "",
+                "",
+                f"{answer.release} is not supported, {supported[0]} to {supported[-1]} are: "
+                "compare outputs with the engine's own backend",
+            )
         )
     return rows
 
@@ -163,6 +184,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "engine": answer.engine,
                 "release": answer.release,
                 "device": device,
+                "supported_release": answer.is_of_supported_release,
                 "text": answer.text,
                 "usage": answer.usage,
                 **asdict(answer.verdict),

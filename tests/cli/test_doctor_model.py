@@ -190,6 +190,31 @@ def test_caches(engine: str, config: configs.Config, cache: str, answer: str) ->
     assert model.judge(Checkpoint(config), engine, NEWEST[engine], "cuda", options).answer == answer
 
 
+LAYERS_OF_MISTRAL = {"sliding_window": 4096}  # of all layers, whose kinds have no names
+LAYERS_OF_QWEN_2 = {"sliding_window": 32768, "use_sliding_window": False}
+
+
+@pytest.mark.parametrize(
+    ("config", "cache", "release", "answer"),
+    [
+        (configs.GPT_OSS, "int4_per_token_head", "0.26.0", REFUSED),
+        (configs.GPT_OSS, "int4_per_token_head", "0.27.1", REFUSED),
+        (configs.GPT_OSS, "int4_per_token_head", "0.28.0", SERVED),
+        (configs.GPT_OSS, "int8_per_token_head", "0.26.0", SERVED),
+        (configs.GEMMA_2, "int4_per_token_head", "0.27.0", REFUSED),
+        (configs.LLAMA_3, "int4_per_token_head", "0.26.0", SERVED),
+        (configs.LLAMA_3 | LAYERS_OF_MISTRAL, "int4_per_token_head", "0.26.0", REFUSED),
+        (configs.LLAMA_3 | LAYERS_OF_QWEN_2, "int4_per_token_head", "0.26.0", SERVED),
+    ],
+)
+def test_int4_with_windows(config: configs.Config, cache: str, release: str, answer: str) -> None:
+    verdict = model.judge(Checkpoint(config), "vllm", release, "cuda", {"kv-cache-dtype": cache})
+    assert verdict.answer == answer
+    for refusal in verdict.refusals:
+        assert refusal.what == f"a KV cache of dtype {cache} in a layer with a sliding window"
+        assert refusal.way_out.startswith("use vLLM 0.28 or later")
+
+
 @pytest.mark.parametrize(
     ("config", "status", "text"),
     [
@@ -241,9 +266,26 @@ def test_usage(saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert "-> --attention-backend CUSTOM\n" in capsys.readouterr().out
 
 
-def test_unknown_releases_are_told(saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["doctor", "--model", saved(configs.LLAMA_3), "--engine", "vllm", "--release", "0.99.0"])
-    assert "0.99.0 is not among the releases that the adapter was checked against" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("config", "mark", "status"),
+    [(configs.LLAMA_3, "[--]", 4), (configs.MINIMAX_M3, "[--]", 4), (configs.ODD_HEADS, "[!!]", 1)],
+)
+@pytest.mark.parametrize("release", ["0.25.0", "0.33.1", "0.99.0"])
+def test_unsupported_releases_are_no_success(
+    config: configs.Config,
+    mark: str,
+    status: int,
+    release: str,
+    saved: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["doctor", "--model", saved(config), "--engine", "vllm", "--release", release]
+    assert main(command) == status
+    printed = capsys.readouterr().out
+    assert next(line for line in printed.splitlines() if f"vllm {release}" in line).startswith(mark)
+    assert f"{release} is not supported, {RELEASES['vllm'][0]} to {NEWEST['vllm']} are" in printed
+    assert main([*command, "--json"]) == status
+    assert not json.loads(capsys.readouterr().out)["answers"][0]["supported_release"]
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from engine_interface import (
 )
 from engine_modules import Parameters, Release, parameters_of
 
+from attn_backend.adapters.vllm.rules import INT4_WINDOWS_SINCE
 from attn_backend.releases import (
     RELEASES,
     SGLANG_ON_CPU_SINCE,
@@ -441,6 +442,7 @@ def test_pages_of_vllm_have_room_for_a_scale_of_each_token_and_head(
         assert asks == (
             release.parameters("vllm.v1.attention.backend:AttentionBackend.customize_spec") is not None
         )
+        assert asks == (not is_before(version, INT4_WINDOWS_SINCE))
         if asks:
             fields["state_content_bytes"] = columns + 8  # compat.with_bytes_of_scales
         for spec in (

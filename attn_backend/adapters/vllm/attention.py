@@ -18,6 +18,7 @@ from .metadata import AttnMetadata, window_left
 from .rules import (
     ATTN_TYPES,
     BYTE_CACHES,
+    CACHE_OF_WINDOWS,
     FLOAT8_CACHES,
     HEAD_SIZES,
     OTHER_BACKEND,
@@ -26,6 +27,7 @@ from .rules import (
     unsupported_argument,
     unsupported_cache,
     unsupported_layer,
+    unsupported_window,
 )
 from .support import refuse
 
@@ -104,12 +106,9 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         unsupported = unsupported_cache(heads, kv_cache_dtype, device.type)
         if unsupported is not None:
             self._refuse(unsupported, "pass fp8 or the model's dtype as --kv-cache-dtype")
-        has_window = sliding_window is not None
-        if TOKEN_SCALED_CACHES.get(kv_cache_dtype) == INT4 and has_window and not compat.halves_windows():
-            self._refuse(
-                f"a KV cache of dtype {kv_cache_dtype} in a layer with a sliding window",
-                "use vLLM 0.28 or later, or pass --kv-cache-dtype int8_per_token_head",
-            )
+        unsupported = unsupported_window(kv_cache_dtype, compat.halves_windows())
+        if unsupported is not None and sliding_window is not None:
+            self._refuse(unsupported, CACHE_OF_WINDOWS)
         if sinks is not None and sinks.shape != (num_heads,):
             self._refuse(f"sinks of shape {tuple(sinks.shape)} in a layer of {num_heads} heads")
         for name, value in extra.items():

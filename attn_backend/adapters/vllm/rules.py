@@ -24,6 +24,7 @@ from attn_backend.adapters.checkpoint import (
 )
 from attn_backend.jit.manifest import MLA_HEAD_DIMS, HeadDims
 from attn_backend.metadata.kv_cache import INT4, INT4_COLUMNS, CacheDtype
+from attn_backend.releases import is_before
 from attn_backend.validation import describe
 
 OTHER_BACKEND = "choose another --attention-backend"
@@ -55,6 +56,9 @@ CACHES = ("auto", *PLAIN_CACHES, *BYTE_CACHES)
 LATENT_CACHES = ("auto", *PLAIN_CACHES, *FLOAT8_LATENTS)
 # rows of 656 bytes, with scales for each block of columns; only behind an indexer
 SCALED_LATENTS = "fp8_ds_mla"
+# Up to 0.27 vLLM allocates pages of 8-bit elements for layers with a sliding window over int4.
+INT4_WINDOWS_SINCE = "0.28.0"
+CACHE_OF_WINDOWS = "use vLLM 0.28 or later, or pass --kv-cache-dtype int8_per_token_head"
 
 
 def unsupported_layer(head_size: int, head_size_v: int, attn_type: str) -> str | None:
@@ -82,6 +86,17 @@ def unsupported_cache(heads: HeadDims, kv_cache_dtype: str, device: str) -> str 
     if dtype == INT4:
         refused |= not heads.may_be_rotated or heads.qk % INT4_COLUMNS != 0
     return f"a KV cache of dtype {kv_cache_dtype} for heads of {heads} columns" if refused else None
+
+
+def unsupported_window(kv_cache_dtype: str, halves_windows: bool) -> str | None:
+    """Why a layer with a sliding window cannot have a cache of this dtype, or None.
+
+    Args:
+        halves_windows: vLLM allocates 4-bit pages for these layers (compat.halves_windows).
+    """
+    if halves_windows or TOKEN_SCALED_CACHES.get(kv_cache_dtype) != INT4:
+        return None
+    return f"a KV cache of dtype {kv_cache_dtype} in a layer with a sliding window"
 
 
 def unsupported_argument(name: str, value: Any) -> str | None:
@@ -139,6 +154,12 @@ def is_prefix_lm(model: Checkpoint) -> bool:
     return model.config.get("model_type") in _SEES_IMAGES_BOTH_WAYS
 
 
+def has_windows(model: Checkpoint) -> bool:
+    """Whether a layer gets a sliding window: its own, or ModelConfig.get_sliding_window()."""
+    of_model = model.text.get("sliding_window") and model.text.get("use_sliding_window") is not False
+    return bool(of_model) or any(layer.has_window for layer in model.layers)
+
+
 def head_size_of(model: Checkpoint) -> int:
     """ModelConfig.get_head_size of a model with latents."""
     return 0 if model.latents is None else model.latents.width + model.latents.rotated
@@ -152,11 +173,11 @@ def judge(model: Checkpoint, device: str, options: Mapping[str, str], release: s
         options: of the server, by their names without dashes.
     """
     verdict = own_kernels.judge("vllm", model, OTHER_BACKEND)
-    refusals = verdict.refusals or tuple(_refusals(model, device, options))
+    refusals = verdict.refusals or tuple(_refusals(model, device, options, release))
     return refused(refusals) if refusals else verdict
 
 
-def _refusals(model: Checkpoint, device: str, options: Mapping[str, str]) -> Iterator[Refusal]:
+def _refusals(model: Checkpoint, device: str, options: Mapping[str, str], release: str) -> Iterator[Refusal]:
     # On a GPU vLLM forces the option for these models.
     splits = device == "cpu" and is_prefix_lm(model) and "disable-chunked-mm-input" not in options
     what = unsupported_model(
@@ -181,6 +202,9 @@ def _refusals(model: Checkpoint, device: str, options: Mapping[str, str]) -> Ite
     all_heads = {layer.heads for layer in model.layers}
     for what in sorted({unsupported_cache(heads, cache, device) or "" for heads in all_heads} - {""}):
         yield Refusal(what, OTHER_CACHE)
+    what = unsupported_window(cache, not is_before(release, INT4_WINDOWS_SINCE))
+    if what is not None and has_windows(model):
+        yield Refusal(what, CACHE_OF_WINDOWS)
     kinds = {(layer.heads, layer.attn_type, layer.arguments) for layer in model.layers}
     for heads, attn_type, arguments in sorted(kinds):
         for what in (
