@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attn_backend.adapters.own_kernels import ENGINE_NAMES as WRITTEN
-from attn_backend.releases import RELEASES
 from integration.environment import REPOSITORY
 from integration.features.outcomes import DEVICE_NAMES, ENGINE_NAMES, Outcomes, Seen, read_outcomes
 
@@ -204,7 +203,20 @@ FEATURES: tuple[Feature, ...] = (
         "8-bit cache with a scale for each token and head",
         Cell(
             ("vllm-token-scales", "vllm-token-scales-float8"),
+            note="also `fp8_per_token_head`",
             option="int8_per_token_head",
+        ),
+        MISSING,
+    ),
+    Feature(
+        "4-bit cache with a scale for each token and head",
+        Cell(
+            (
+                f"{ADAPTERS}/vllm/test_vllm_token_scales.py::test_mixed_batch",
+                f"{ADAPTERS}/vllm/test_vllm_token_scales.py::test_windows_and_soft_caps",
+            ),
+            note="adapter tests only; with windows from 0.28.0 on",
+            option="int4_per_token_head",
         ),
         MISSING,
     ),
@@ -314,15 +326,12 @@ def named(engine: str) -> list[str]:
     )
 
 
-def overview(engine: str, outcomes: Outcomes) -> str:
-    """The features of an engine as a Markdown table for users."""
-    lines = [f"| {WRITTEN[engine]} | works | option | since |", "|---|---|---|---|"]
+def overview(outcomes: Outcomes) -> str:
+    """The features of both engines as a Markdown table for users."""
+    lines = [f"| feature | {' | '.join(WRITTEN[engine] for engine in ENGINE_NAMES)} |", "|---|---|---|"]
     for feature in FEATURES:
-        cell = feature.cell(engine)
-        answer = _answer(cell, engine, outcomes)
-        option = f"`{cell.option}`" if cell.option else ""
-        since = (cell.since or RELEASES[engine][0]) if answer.startswith("yes") else ""
-        lines.append(f"| {feature.name} | {answer} | {option} | {since} |")
+        answers = (_answer(feature.cell(engine), engine, outcomes) for engine in ENGINE_NAMES)
+        lines.append(f"| {feature.name} | {' | '.join(answers)} |")
     return "\n".join(lines)
 
 
@@ -339,8 +348,8 @@ def evidence(engine: str, outcomes: Outcomes) -> str:
 def tables(outcomes: Outcomes) -> dict[Path, list[str]]:
     """The tables of each page."""
     return {
-        page: [table(engine, outcomes) for engine in ENGINE_NAMES]
-        for page, table in ((USERS_PAGE, overview), (REPORT, evidence))
+        USERS_PAGE: [overview(outcomes)],
+        REPORT: [evidence(engine, outcomes) for engine in ENGINE_NAMES],
     }
 
 
@@ -372,7 +381,9 @@ def _answer(cell: Cell, engine: str, outcomes: Outcomes) -> str:
     if failed:
         return f"failed{f' on an {failed[0].gpu}' if failed[0].gpu else ''}: {failed[0].reason}"
     answer = "yes" if cell.works else "no"
-    return f"{answer}; {cell.note}" if cell.note else answer
+    option = f": `{cell.option}`" if cell.option else ""
+    since = f"from {cell.since} on" if cell.works and cell.since else ""
+    return "; ".join(filter(None, (f"{answer}{option}", cell.note, since)))
 
 
 def _shown(cell: Cell, outcomes: Outcomes) -> str:

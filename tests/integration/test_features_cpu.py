@@ -164,9 +164,8 @@ def test_a_list_says_what_runs_are_told_and_need():
 
 def test_the_tables_of_the_documentation_are_made_of_what_ran():
     made = tables(read_outcomes())
-    assert len(made) == 2
+    assert [len(of_page) for of_page in made.values()] == [1, len(ENGINE_NAMES)]
     for page, of_page in made.items():
-        assert len(of_page) == len(ENGINE_NAMES)
         for table in of_page:
             assert f"\n\n{table}\n\n" in page.read_text(), "python -m integration.features.table writes it"
 
@@ -243,26 +242,33 @@ def last_line(monkeypatch, table, cell, engine="vllm", cuda=None, **cpu):
     return table(engine, {"cpu": on_cpu, "cuda": cuda or {}}).splitlines()[-1]
 
 
+def answer(monkeypatch, cell, engine="vllm", **how):
+    """The cell of an engine in the users' table."""
+    line = last_line(monkeypatch, lambda _, outcomes: overview(outcomes), cell, **how)
+    return line.strip("| ").split(" | ")[1 + ENGINE_NAMES.index(engine)]
+
+
 def test_answers_say_how_runs_ended(monkeypatch):
     cell = Cell(("one", "a/b.py::two"), note="somehow", since="0.32.0")
-    line = partial(last_line, monkeypatch, overview, cell)
-    assert line(one=WELL, two=WELL) == "| drafts | yes; somehow |  | 0.32.0 |"
-    assert line(one=WELL, two=LATER) == "| drafts | yes; somehow |  | 0.32.0 |"
-    assert line(one=WELL, two=BADLY) == "| drafts | failed: died |  |  |"
-    assert line(one=WELL) == "| drafts | not run |  |  |"
-    assert line(one=WELL, two=WELL, cuda={"one": ON_GPU}) == "| drafts | yes; somehow |  | 0.32.0 |"
+    said = partial(answer, monkeypatch, cell)
+    assert said(one=WELL, two=WELL) == "yes; somehow; from 0.32.0 on"
+    assert said(one=WELL, two=LATER) == "yes; somehow; from 0.32.0 on"
+    assert said(one=WELL, two=BADLY) == "failed: died"
+    assert said(one=WELL) == "not run"
+    assert said(one=WELL, two=WELL, cuda={"one": ON_GPU}) == "yes; somehow; from 0.32.0 on"
     failed = {"one": replace(ON_GPU, ok=False, reason="died")}
-    assert line(one=WELL, two=WELL, cuda=failed) == "| drafts | failed on an H200: died |  |  |"
-    assert line(two=WELL, cuda={"one": ON_GPU}) == "| drafts | yes; somehow |  | 0.32.0 |"
+    assert said(one=WELL, two=WELL, cuda=failed) == "failed on an H200: died"
+    assert said(two=WELL, cuda={"one": ON_GPU}) == "yes; somehow; from 0.32.0 on"
 
 
 def test_answers_have_the_option_and_the_first_release(monkeypatch):
-    line = partial(last_line, monkeypatch, overview)
-    assert line(Cell(("one",), option="--halves")) == "| drafts | not run | `--halves` |  |"
-    assert line(Cell(("one",), option="--halves"), one=WELL) == "| drafts | yes | `--halves` | 0.26.0 |"
-    assert line(Cell(("one",)), engine="sglang", one=WELL) == "| drafts | yes |  | 0.5.17 |"
-    assert line(Cell(("one",), False, "pass `--dcp 1`"), one=WELL) == "| drafts | no; pass `--dcp 1` |  |  |"
-    assert line(Cell(works=None)) == "| drafts | not in vLLM |  |  |"
+    said = partial(answer, monkeypatch)
+    assert said(Cell(("one",), option="--halves")) == "not run"
+    assert said(Cell(("one",), option="--halves"), one=WELL) == "yes: `--halves`"
+    assert said(Cell(("one",)), engine="sglang", one=WELL) == "yes"
+    assert said(Cell(("one",), False, "pass `--dcp 1`"), one=WELL) == "no; pass `--dcp 1`"
+    assert said(Cell(works=None)) == "not in vLLM"
+    assert said(Cell(works=None), engine="sglang") == "not in SGLang"
 
 
 def test_evidence_has_releases_dates_and_gpus(monkeypatch):
