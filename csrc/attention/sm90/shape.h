@@ -36,166 +36,52 @@ ATTN_HD constexpr bool decodes_int4(HeadDims dims) { return leaves_registers(dim
 /// producer could refill a tile while a warpgroup still waits for its old phase.
 /// keeps_maxima, finds_runs: off for wide heads, whose output needs the registers.
 ATTN_HD constexpr Tuning tuning(HeadDims dims, KvForm kv = 2) {
+  // clang-format off: it would give each field a line
   constexpr Tuning kTunings[] = {
-      {.max_qk = 64,
-       .max_v = 64,
-       .max_kind = kTwoWarpgroupKind + 1,
-       .kv_tile = 128,
-       .q_stages = 2,
-       .kv_stages = 10,
-       .stage_parts = 2,
-       .max_parts_in_flight = 12,
-       .producer_registers = 72,
-       .has_third_consumer = true,
-       .waits_for_products = true,
-       .keeps_maxima = true,
-       .finds_runs = true},
-      {.max_qk = 128,
-       .max_v = 128,
-       .max_kind = kTwoWarpgroupKind,
-       .kv_tile = 128,
-       .q_stages = 2,
-       .kv_stages = 5,
-       .stage_parts = 2,
-       .max_parts_in_flight = 6,
-       .producer_registers = 88,
-       .keeps_maxima = true,
-       .finds_runs = true},
+      {.max_qk = 64, .max_v = 64, .max_kind = kTwoWarpgroupKind + 1, .kv_tile = 128, .q_stages = 2, .kv_stages = 10,
+       .stage_parts = 2, .max_parts_in_flight = 12, .producer_registers = 72, .has_third_consumer = true,
+       .waits_for_products = true, .keeps_maxima = true, .finds_runs = true},
+      {.max_qk = 128, .max_v = 128, .max_kind = kTwoWarpgroupKind, .kv_tile = 128, .q_stages = 2, .kv_stages = 5,
+       .stage_parts = 2, .max_parts_in_flight = 6, .producer_registers = 88, .keeps_maxima = true, .finds_runs = true},
       // MLA that is not absorbed
-      {.max_qk = 192,
-       .max_v = 128,
-       .max_kind = kTwoWarpgroupKind,
-       .kv_tile = 128,
-       .q_stages = 1,
-       .kv_stages = 4,
-       .stage_parts = 2,
-       .max_parts_in_flight = 5,
-       .producer_registers = 88,
-       .keeps_maxima = true,
-       .finds_runs = true},
-      {.max_qk = 192,
-       .max_v = 192,
-       .max_kind = kTwoWarpgroupKind,
-       .kv_tile = 64,
-       .q_stages = 1,
-       .kv_stages = 7,
-       .stage_parts = 1,
-       .max_parts_in_flight = 4,
-       .producer_registers = 72},
-      {.max_qk = 256,
-       .max_v = 256,
-       .max_kind = kTwoWarpgroupKind,
-       .kv_tile = 64,
-       .q_stages = 1,
-       .kv_stages = 5,
-       .stage_parts = 1,
-       .max_parts_in_flight = 3,
-       .producer_registers = 72},
+      {.max_qk = 192, .max_v = 128, .max_kind = kTwoWarpgroupKind, .kv_tile = 128, .q_stages = 1, .kv_stages = 4,
+       .stage_parts = 2, .max_parts_in_flight = 5, .producer_registers = 88, .keeps_maxima = true, .finds_runs = true},
+      {.max_qk = 192, .max_v = 192, .max_kind = kTwoWarpgroupKind, .kv_tile = 64, .q_stages = 1, .kv_stages = 7,
+       .stage_parts = 1, .max_parts_in_flight = 4, .producer_registers = 72},
+      {.max_qk = 256, .max_v = 256, .max_kind = kTwoWarpgroupKind, .kv_tile = 64, .q_stages = 1, .kv_stages = 5,
+       .stage_parts = 1, .max_parts_in_flight = 3, .producer_registers = 72},
       // wide heads, absorbed MLA
-      {.max_qk = 576,
-       .max_v = 512,
-       .max_kind = 2,
-       .kv_tile = 64,
-       .q_stages = 1,
-       .kv_stages = 2,
-       .stage_parts = 2,
-       .producer_registers = 72,
-       .has_third_consumer = true},
+      {.max_qk = 576, .max_v = 512, .max_kind = 2, .kv_tile = 64, .q_stages = 1, .kv_stages = 2,
+       .stage_parts = 2, .producer_registers = 72, .has_third_consumer = true},
   };
   // 8-bit caches whose elements are multiplied
   constexpr Tuning kMultipliedTunings[] = {
-      {.max_qk = 64,
-       .max_v = 64,
-       .max_kind = kTwoWarpgroupKind,
-       .kv_tile = 128,
-       .q_stages = 2,
-       .kv_stages = 10,
-       .stage_parts = 2,
-       .max_parts_in_flight = 20,
-       .producer_registers = 88,
-       .finds_runs = true},
-      {.max_qk = 128,
-       .max_v = 128,
-       .max_kind = kTwoWarpgroupKind,
-       .kv_tile = 128,
-       .q_stages = 2,
-       .kv_stages = 6,
-       .stage_parts = 2,
-       .max_parts_in_flight = 12,
-       .producer_registers = 88,
-       .finds_runs = true},
+      {.max_qk = 64, .max_v = 64, .max_kind = kTwoWarpgroupKind, .kv_tile = 128, .q_stages = 2, .kv_stages = 10,
+       .stage_parts = 2, .max_parts_in_flight = 20, .producer_registers = 88, .finds_runs = true},
+      {.max_qk = 128, .max_v = 128, .max_kind = kTwoWarpgroupKind, .kv_tile = 128, .q_stages = 2, .kv_stages = 6,
+       .stage_parts = 2, .max_parts_in_flight = 12, .producer_registers = 88, .finds_runs = true},
   };
   // 8-bit caches that the producer dequantizes (feed/dequantizer.cuh). With heads of 64 and 128, row tiles of 16 rows
   // have as many tiles in flight as in kMultipliedTunings.
   constexpr Tuning kFloat8Tunings[] = {
-      {.max_qk = 64,
-       .max_v = 64,
-       .max_kind = kTwoWarpgroupKind + 1,
-       .kv_tile = 128,
-       .q_stages = 2,
-       .kv_stages = 10,
-       .stage_parts = 2,
-       .max_parts_in_flight = 20,
-       .producer_registers = 104,
-       .has_third_consumer = true,
-       .waits_for_products = true,
-       .keeps_maxima = true,
-       .finds_runs = true,
-       .dequantized_stages = 1},
-      {.max_qk = 128,
-       .max_v = 128,
-       .max_kind = kTwoWarpgroupKind,
-       .kv_tile = 128,
-       .q_stages = 2,
-       .kv_stages = 10,
-       .stage_parts = 2,
-       .max_parts_in_flight = 12,
-       .producer_registers = 104,
-       .keeps_maxima = true,
-       .finds_runs = true,
+      {.max_qk = 64, .max_v = 64, .max_kind = kTwoWarpgroupKind + 1, .kv_tile = 128, .q_stages = 2, .kv_stages = 10,
+       .stage_parts = 2, .max_parts_in_flight = 20, .producer_registers = 104, .has_third_consumer = true,
+       .waits_for_products = true, .keeps_maxima = true, .finds_runs = true, .dequantized_stages = 1},
+      {.max_qk = 128, .max_v = 128, .max_kind = kTwoWarpgroupKind, .kv_tile = 128, .q_stages = 2, .kv_stages = 10,
+       .stage_parts = 2, .max_parts_in_flight = 12, .producer_registers = 104, .keeps_maxima = true, .finds_runs = true,
        .dequantized_stages = 2},
-      {.max_qk = 192,
-       .max_v = 192,
-       .max_kind = kTwoWarpgroupKind,
-       .kv_tile = 64,
-       .q_stages = 1,
-       .kv_stages = 10,
-       .stage_parts = 1,
-       .max_parts_in_flight = 4,
-       .producer_registers = 88,
-       .dequantized_stages = 2},
-      {.max_qk = 256,
-       .max_v = 256,
-       .max_kind = kTwoWarpgroupKind,
-       .kv_tile = 64,
-       .q_stages = 1,
-       .kv_stages = 10,
-       .stage_parts = 1,
-       .max_parts_in_flight = 4,
-       .producer_registers = 72,
-       .dequantized_stages = 2},
+      {.max_qk = 192, .max_v = 192, .max_kind = kTwoWarpgroupKind, .kv_tile = 64, .q_stages = 1, .kv_stages = 10,
+       .stage_parts = 1, .max_parts_in_flight = 4, .producer_registers = 88, .dequantized_stages = 2},
+      {.max_qk = 256, .max_v = 256, .max_kind = kTwoWarpgroupKind, .kv_tile = 64, .q_stages = 1, .kv_stages = 10,
+       .stage_parts = 1, .max_parts_in_flight = 4, .producer_registers = 72, .dequantized_stages = 2},
       // wide heads: dequantized on their way to the ring
-      {.max_qk = 512,
-       .max_v = 512,
-       .max_kind = 2,
-       .kv_tile = 64,
-       .q_stages = 1,
-       .kv_stages = 2,
-       .stage_parts = 2,
-       .producer_registers = 104,
-       .has_third_consumer = true,
-       .staged_pieces = 12},
+      {.max_qk = 512, .max_v = 512, .max_kind = 2, .kv_tile = 64, .q_stages = 1, .kv_stages = 2,
+       .stage_parts = 2, .producer_registers = 104, .has_third_consumer = true, .staged_pieces = 12},
       // there is no room to stage them
-      {.max_qk = 576,
-       .max_v = 512,
-       .max_kind = 2,
-       .kv_tile = 64,
-       .q_stages = 1,
-       .kv_stages = 2,
-       .stage_parts = 2,
-       .producer_registers = 112,
-       .has_third_consumer = true},
+      {.max_qk = 576, .max_v = 512, .max_kind = 2, .kv_tile = 64, .q_stages = 1, .kv_stages = 2,
+       .stage_parts = 2, .producer_registers = 112, .has_third_consumer = true},
   };
+  // clang-format on
   if (kv.multiplies_float8) return first_for(kMultipliedTunings, dims);
   if (kv.element_bytes != 1) return first_for(kTunings, dims);
   Tuning tuning = first_for(kFloat8Tunings, dims);
@@ -239,21 +125,18 @@ ATTN_HD constexpr SharedLayout shared_layout(HeadDims dims, KvForm kv = 2) {
   return SharedLayout::of(dims, tuning(dims, kv), 2, kv.element_bytes);
 }
 
-static_assert(shared_layout(64).bytes <= 227 * 1024 && shared_layout(128).bytes <= 227 * 1024 &&
-                  shared_layout(HeadDims(192, 128)).bytes <= 227 * 1024 && shared_layout(192).bytes <= 227 * 1024 &&
-                  shared_layout(256).bytes <= 227 * 1024 && shared_layout(HeadDims(576, 512)).bytes <= 227 * 1024 &&
-                  shared_layout(64, 1).bytes <= 227 * 1024 && shared_layout(128, 1).bytes <= 227 * 1024 &&
-                  shared_layout(HeadDims(192, 128), 1).bytes <= 227 * 1024 &&
-                  shared_layout(192, 1).bytes <= 227 * 1024 && shared_layout(256, 1).bytes <= 227 * 1024 &&
-                  shared_layout(512, 1).bytes <= 227 * 1024 &&
-                  shared_layout(HeadDims(576, 512), 1).bytes <= 227 * 1024 &&
-                  shared_layout(64, KvForm(1, true)).bytes <= 227 * 1024 &&
-                  shared_layout(128, KvForm(1, true)).bytes <= 227 * 1024 &&
-                  shared_layout(64, KvForm(1, false, true)).bytes <= 227 * 1024 &&
-                  shared_layout(128, KvForm(1, false, true)).bytes <= 227 * 1024 &&
-                  shared_layout(256, KvForm(1, false, true)).bytes <= 227 * 1024 &&
-                  shared_layout(64, KvForm(1, false, true, true)).bytes <= 227 * 1024 &&
-                  shared_layout(128, KvForm(1, false, true, true)).bytes <= 227 * 1024,
-              "a block's limit");
+/// Whether the layouts of these heads are within a block's limit.
+template <int kCount>
+constexpr bool fit_shared_memory(KvForm kv, const HeadDims (&all_dims)[kCount]) {
+  for (const HeadDims& dims : all_dims) {
+    if (shared_layout(dims, kv).bytes > 227 * 1024) return false;
+  }
+  return true;
+}
+static_assert(fit_shared_memory(2, {64, 128, {192, 128}, 192, 256, {576, 512}}));
+static_assert(fit_shared_memory(1, {64, 128, {192, 128}, 192, 256, 512, {576, 512}}));
+static_assert(fit_shared_memory(KvForm(1, true), {64, 128}));
+static_assert(fit_shared_memory(KvForm(1, false, true), {64, 128, 256}));
+static_assert(fit_shared_memory(KvForm(1, false, true, true), {64, 128}));
 
 }  // namespace attn::sm90
