@@ -503,19 +503,15 @@ struct Int4Decode {
   /// As write_merged_warps(): the states of all warps merge, eight rows at a time.
   template <int kEights, class State>
   __device__ __forceinline__ void write(State& state, const WorkItem& item, int q_stage) const {
-    using Element = typename Traits::OutElement;
     constexpr int kWarps = kSharingWarps, kColumns = Traits::kVColumns, kHeadColumns = OTile<Traits>::kHeadColumns;
     constexpr int kChunks = kColumns / 4;  // of 16 bytes
     static_assert(!Variant::kRotates || rotation_block(kHeadColumns) <= 128, "or halves must be joined");
     static_assert(kWarps * 8 * kChunks * 16 <= Shared::kLayout.q_stage_bytes && kChunks % 8 == 0, "they fit, permuted");
-    struct alignas(16) OfWarps {
-      float by_warp[kWarps];
-    };
     const Shared& shared = ring.shared;
     const ItemTarget<Traits> target(params, item, Shared::requests(item));
     const int lane = ptx::lane_id(), warp = consumer_warp();
-    OfWarps* const row_maxima = reinterpret_cast<OfWarps*>(shared.row_states());  // [row of the tile], scaled
-    OfWarps* const row_sums = row_maxima + kWarpRows;
+    auto* const row_maxima = reinterpret_cast<OfWarps<kWarps>*>(shared.row_states());  // [row of the tile], scaled
+    auto* const row_sums = row_maxima + kWarpRows;
     char* const outputs = shared.q(q_stage);
     // [warp][row][column]; a row's chunks are permuted so that the rows which a store touches at once fall into
     // different banks.
@@ -539,59 +535,23 @@ struct Int4Decode {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int tile_row = 8 * b + lane % 4 * 2 + r;
-        const OfWarps warp_maxima = row_maxima[tile_row], warp_sums = row_sums[tile_row];
-        float maximum = minus_infinity();
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) maximum = fmaxf(maximum, warp_maxima.by_warp[w]);
-        const float base = maximum == minus_infinity() ? 0.0f : maximum;
-        float sum = 0.0f;
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) sum += warp_sums.by_warp[w] * ptx::ex2(warp_maxima.by_warp[w] - base);
-        // The factor that normalizes this warp's output.
-        const float correction = ptx::ex2(state.maximum[b][r] * state.scale - base);
-        float factor = sum > 0.0f ? __fdividef(correction, sum) : 0.0f;
-        lse[r] = state_lse(base, sum);
-        if (target.has_sinks()) {
-          const RowEnd with_sink = target.end_row_with_sink(maximum, sum, tile_row);
-          factor = correction * with_sink.factor;
-          lse[r] = with_sink.lse;
-        }
+        const MergedRow merged =
+            merge_row(target, row_maxima[tile_row], row_sums[tile_row], state.maximum[b][r], state.scale, tile_row);
+        lse[r] = merged.lse(target);
         if (tile_row >= item.rows.count) continue;
 #pragma unroll
         for (int c = 0; c < kColumns / 32; ++c)
-          *output_chunk(warp, tile_row % 8, 8 * c + lane / 4) = state.outputs(b, r, c, factor);
+          *output_chunk(warp, tile_row % 8, 8 * c + lane / 4) = state.outputs(b, r, c, merged.factor);
       }
       // As in write_merged_warps().
       if (b + 1 == kEights) Consumers::fence_outputs();
       Consumers::sync();
-#pragma unroll 1
-      for (int i = Consumers::thread(); i < 8 * kChunks; i += kSharingThreads) {  // 4 columns a thread
-        const int row = i / kChunks, chunk = i % kChunks;
-        char* const to = target.place(8 * b + row).o;
-        // Lanes that have nothing to write take part in rotating.
-        if (!Variant::kRotates && (to == nullptr || chunk * 4 >= kHeadColumns)) continue;
-        float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) {
-          const float4 part = *output_chunk(w, row, chunk);
-          total = make_float4(total.x + part.x, total.y + part.y, total.z + part.z, total.w + part.w);
-        }
-        if constexpr (Variant::kRotates) {
-          total = rotate_four_back<kHeadColumns>(total, chunk * 4);
-          if (to == nullptr || chunk * 4 >= kHeadColumns) continue;
-        }
-        if (target.complete) {
-          float out[4] = {total.x, total.y, total.z, total.w};
-          target.transform(out, 8 * b + row, chunk * 4);
-          store_four<Element>(to + chunk * 4 * Element::kBytes, out);
-        } else {
-          reinterpret_cast<float4*>(to)[chunk] = total;
-        }
-      }
+      write_sums<Consumers, kWarps, 8, kChunks, kHeadColumns>(
+          target, [&](int row) { return 8 * b + row; }, output_chunk);
       if (warp == kWarps - 1 && lane < 4) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          if (float* const to = target.place(8 * b + lane * 2 + r).lse; to != nullptr) *to = lse[r] * target.lse_unit();
+          if (float* const to = target.place(8 * b + lane * 2 + r).lse; to != nullptr) *to = lse[r];
         }
       }
       if (b + 1 < kEights) Consumers::sync();  // before other rows' outputs replace these

@@ -167,6 +167,83 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Multiplied, kColumns, 
   }
 }
 
+/// A number of each of the warps that share a row.
+template <int kWarps>
+struct alignas(kWarps < 4 ? 8 : 16) OfWarps {
+  float by_warp[kWarps];
+};
+
+/// A row whose states several warps have.
+struct MergedRow {
+  float base;  // what the sum is relative to, to base 2
+  float sum;
+  float factor;      // normalizes the output of the calling warp
+  RowEnd with_sink;  // of a target with sinks
+
+  template <class Target>
+  __device__ __forceinline__ float lse(const Target& target) const {
+    return (target.has_sinks() ? with_sink.lse : state_lse(base, sum)) * target.lse_unit();
+  }
+};
+
+/// Merges the states of row `tile_row`: `maxima` (scaled) and `sums` of all warps. The calling warp's maximum, which
+/// `scale` scales, is `own_maximum`.
+template <class Target, int kWarps>
+__device__ __forceinline__ MergedRow merge_row(const Target& target, const OfWarps<kWarps>& maxima,
+                                               const OfWarps<kWarps>& sums, float own_maximum, float scale,
+                                               int tile_row) {
+  MergedRow row{};
+  float maximum = minus_infinity();
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) maximum = fmaxf(maximum, maxima.by_warp[w]);
+  row.base = maximum == minus_infinity() ? 0.0f : maximum;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) row.sum += sums.by_warp[w] * ptx::ex2(maxima.by_warp[w] - row.base);
+  row.factor = row.sum > 0.0f ? __fdividef(ptx::ex2(own_maximum * scale - row.base), row.sum) : 0.0f;
+  if (target.has_sinks()) {
+    row.with_sink = target.end_row_with_sink(maximum, row.sum, tile_row);
+    row.factor = ptx::ex2(own_maximum * scale - row.base) * row.with_sink.factor;
+  }
+  if constexpr (Target::kHasScales) row.factor = target.with_scale(row.factor, tile_row);
+  return row;
+}
+
+/// Adds up the outputs of kWarps warps, and writes kRows rows of kChunks chunks of 4 columns. `tile_row(row)` says
+/// which rows of the tile they are, `output_chunk(warp, row, chunk)` where their outputs are. kHeadColumns: that are
+/// written.
+template <class Block, int kWarps, int kRows, int kChunks, int kHeadColumns, class Target, class TileRow,
+          class OutputChunk>
+__device__ __forceinline__ void write_sums(const Target& target, const TileRow& tile_row,
+                                           const OutputChunk& output_chunk) {
+  using Element = typename Target::Element;
+#pragma unroll 1  // unrolled, the rows' places take registers next to the state's
+  for (int i = Block::thread(); i < kRows * kChunks; i += Block::kWarps * 32) {
+    const int row = i / kChunks;
+    char* const to = target.place(tile_row(row)).o;
+    // Lanes that have nothing to write take part in rotating.
+    if (!Target::kRotates && to == nullptr) continue;
+    const int chunk = i % kChunks;
+    if (!Target::kRotates && kHeadColumns < 4 * kChunks && chunk * 4 >= kHeadColumns) continue;
+    float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const float4 part = *reinterpret_cast<const float4*>(output_chunk(w, row, chunk));
+      total = make_float4(total.x + part.x, total.y + part.y, total.z + part.z, total.w + part.w);
+    }
+    if constexpr (Target::kRotates) {
+      total = rotate_four_back<kHeadColumns>(total, chunk * 4);
+      if (to == nullptr || chunk * 4 >= kHeadColumns) continue;
+    }
+    if (target.complete) {
+      float values[4] = {total.x, total.y, total.z, total.w};
+      target.transform(values, tile_row(row), chunk * 4);
+      store_four<Element>(to + chunk * 4 * Element::kBytes, values);
+    } else {
+      reinterpret_cast<float4*>(to)[chunk] = total;
+    }
+  }
+}
+
 /// Merges the states of the warps that share rows, and writes them, eight of a warp's rows at a time: the first eight,
 /// and the others if `halves` is 2. Their outputs meet in `outputs`, kBytes of memory that is free once all threads
 /// have arrived here; `maxima` has room for two floats a row and warp, aligned to 16 bytes. `Block`: the threads that
@@ -176,20 +253,15 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Multiplied, kColumns, 
 template <class Block, class Layout, int kHeadColumns, int kBytes, class Multiplied, int kColumns, class Target>
 __device__ __forceinline__ void write_merged_warps(WarpState<Multiplied, kColumns, 1>& state, const Target& target,
                                                    const Layout& warp, int halves, char* outputs, float* maxima) {
-  using Element = typename Target::Element;
   constexpr int kKvWarps = Layout::kKvWarps;           // that share rows
   constexpr int kRows = Block::kWarps / kKvWarps * 8;  // at a time
   constexpr int kChunks = kColumns / 4;                // of 16 bytes
-  constexpr int kStride = Block::kWarps * 32;
   static_assert(kKvWarps * kRows * kChunks * 16 <= kBytes && kChunks % 8 == 0, "they fit, permuted");
-  struct alignas(kKvWarps < 4 ? 8 : 16) OfWarps {
-    float by_warp[kKvWarps];
-  };
   if constexpr (Target::kRotates) join_halves<kHeadColumns>(state);
   const int lane = ptx::lane_id();
-  const int row_of_half = warp.first_row / 2 + lane / 4;           // of those kRows
-  OfWarps* const row_maxima = reinterpret_cast<OfWarps*>(maxima);  // [row of the tile], scaled
-  OfWarps* const row_sums = row_maxima + Block::kWarps * 16 / kKvWarps;
+  const int row_of_half = warp.first_row / 2 + lane / 4;                  // of those kRows
+  auto* const row_maxima = reinterpret_cast<OfWarps<kKvWarps>*>(maxima);  // [row of the tile], scaled
+  auto* const row_sums = row_maxima + Block::kWarps * 16 / kKvWarps;
 
   // Outputs: [KV warp][row][column]; a row's chunks are permuted so that the rows which a store touches at once fall
   // into different banks.
@@ -212,35 +284,20 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Multiplied, kColumn
 #pragma unroll 1  // one copy of the code for both halves
   for (int half = 0;;) {
     const int tile_row = warp.first_row + half * 8 + lane / 4;
-    const OfWarps warp_maxima = row_maxima[tile_row];
-    const OfWarps warp_sums = row_sums[tile_row];
-    float maximum = minus_infinity();
-#pragma unroll
-    for (int w = 0; w < kKvWarps; ++w) maximum = fmaxf(maximum, warp_maxima.by_warp[w]);
-    const float base = maximum == minus_infinity() ? 0.0f : maximum;
-    float sum = 0.0f;
-#pragma unroll
-    for (int w = 0; w < kKvWarps; ++w) sum += warp_sums.by_warp[w] * ptx::ex2(warp_maxima.by_warp[w] - base);
-    // The factor that normalizes this warp's output.
-    float factor = sum > 0.0f ? __fdividef(ptx::ex2(state.maximum[0][0] * state.scale - base), sum) : 0.0f;
-    RowEnd with_sink{};
-    if (target.has_sinks()) {
-      with_sink = target.end_row_with_sink(maximum, sum, tile_row);
-      factor = ptx::ex2(state.maximum[0][0] * state.scale - base) * with_sink.factor;
-    }
-    if constexpr (Target::kHasScales) factor = target.with_scale(factor, tile_row);
+    const MergedRow row =
+        merge_row(target, row_maxima[tile_row], row_sums[tile_row], state.maximum[0][0], state.scale, tile_row);
     if (const int32_t count = target.rows.count; tile_row < count) {  // read once, not for each store
       if constexpr (Layout::kFourColumns) {
 #pragma unroll
         for (int n = 0; n < kColumns / 8; n += 2) {
           float* chunk = output_chunk(warp.kv_warp, row_of_half, 2 * n + lane % 4);
-          *reinterpret_cast<float4*>(chunk) = state.four_outputs(0, n, 0, factor);
+          *reinterpret_cast<float4*>(chunk) = state.four_outputs(0, n, 0, row.factor);
         }
       } else {
 #pragma unroll
         for (int n = 0; n < kColumns / 8; ++n) {
           float* chunk = output_chunk(warp.kv_warp, row_of_half, 2 * n + (lane % 4) / 2) + (lane % 2) * 2;
-          *reinterpret_cast<float2*>(chunk) = make_float2(state.o[0][n][0] * factor, state.o[0][n][1] * factor);
+          *reinterpret_cast<float2*>(chunk) = make_float2(state.o[0][n][0] * row.factor, state.o[0][n][1] * row.factor);
         }
       }
     }
@@ -248,37 +305,11 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Multiplied, kColumn
     // to global memory is under way, which the fence would wait for (ADR 17).
     if (half + 1 >= halves) Block::fence_outputs();
     Block::sync();
-#pragma unroll 1  // unrolled, the rows' places take registers next to the state's
-    for (int i = Block::thread(); i < kRows * kChunks; i += kStride) {  // 4 columns a thread
-      const int row = i / kChunks;
-      const int out_row = row / 8 * 16 + half * 8 + row % 8;
-      char* const to = target.place(out_row).o;
-      // Lanes that have nothing to write take part in rotating.
-      if (!Target::kRotates && to == nullptr) continue;
-      const int chunk = i % kChunks;
-      if (!Target::kRotates && kHeadColumns < kColumns && chunk * 4 >= kHeadColumns) continue;
-      float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-      for (int w = 0; w < kKvWarps; ++w) {
-        const float4 part = *reinterpret_cast<const float4*>(output_chunk(w, row, chunk));
-        total = make_float4(total.x + part.x, total.y + part.y, total.z + part.z, total.w + part.w);
-      }
-      if constexpr (Target::kRotates) {
-        total = rotate_four_back<kHeadColumns>(total, chunk * 4);
-        if (to == nullptr || chunk * 4 >= kHeadColumns) continue;
-      }
-      if (target.complete) {
-        float values[4] = {total.x, total.y, total.z, total.w};
-        target.transform(values, out_row, chunk * 4);
-        store_four<Element>(to + chunk * 4 * Element::kBytes, values);
-      } else {
-        reinterpret_cast<float4*>(to)[chunk] = total;
-      }
-    }
+    write_sums<Block, kKvWarps, kRows, kChunks, kHeadColumns>(
+        target, [&](int row) { return row / 8 * 16 + half * 8 + row % 8; }, output_chunk);
     // Done by a warp that usually has no outputs to add up.
     if (warp.kv_warp == kKvWarps - 1 && lane % 4 == 0) {
-      if (float* const to = target.place(tile_row).lse; to != nullptr)
-        *to = (target.has_sinks() ? with_sink.lse : state_lse(base, sum)) * target.lse_unit();
+      if (float* const to = target.place(tile_row).lse; to != nullptr) *to = row.lse(target);
     }
     if (++half >= halves) break;
     Block::sync();  // before the other half's outputs replace these
