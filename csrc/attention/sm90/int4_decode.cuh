@@ -291,9 +291,7 @@ struct Int4Decode {
         float s[kEights][kStep / 16][4];
         multiply_keys(query, s, keys, row + step);
         if (step + kStep == kTokens) free(keys);
-        const bool all_seen =
-            token + step >= constants.unmasked.begin && token + step + kStep <= constants.unmasked.end;
-        finish_scores(item, s, token + step, constants.cap_factor, all_seen, rows);
+        const bool all_seen = scores.finish(item, s, 0, token + step, constants, rows);
         wait_full(values);
         multiply_values(state, s, values, row + step, all_seen);
       }
@@ -379,66 +377,6 @@ struct Int4Decode {
 #pragma unroll
         for (int r = 0; r < 2; ++r) s[b][i / 2][i % 2 * 2 + r] *= of_token * query.to_score[b][r];
       }
-    }
-  }
-
-  /// Calls change(score, eight, row of the lane's two, KV token of the row group) for every score of a lane.
-  template <int kEights, int kFragments, class Change>
-  __device__ __forceinline__ static void for_each(float (&s)[kEights][kFragments][4], int32_t first_token,
-                                                  const Change& change) {
-#pragma unroll
-    for (int b = 0; b < kEights; ++b) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-#pragma unroll
-        for (int i = 0; i < 2 * kFragments; ++i)
-          change(s[b][i / 2][i % 2 * 2 + r], b, r, first_token + ptx::lane_id() / 4 + 8 * i);
-      }
-    }
-  }
-
-  /// As Scores::finish().
-  template <int kEights, int kFragments>
-  __device__ __forceinline__ void finish_scores(const WorkItem& item, float (&s)[kEights][kFragments][4],
-                                                int32_t first_token, float cap_factor, bool all_seen,
-                                                const Rows<kEights>& rows) const {
-    const Variant variant = variant_of<Traits>(params, item.kv_head);
-    if constexpr (Variant::kIsStandard) {
-      if (cap_factor != 0.0f)
-        for_each(s, 0, [&](float& score, int, int, int32_t) { score = quick_tanh(score * cap_factor); });
-    } else if (transforms_logits(variant)) {
-      for_each(s, first_token, [&](float& score, int b, int r, int32_t token) {
-        score *= scores.sm_scale(item);
-        if constexpr (VariantHooks<Variant>::kLogits)
-          score = variant.logits(score, rows.rows[b][r], rows.kv_offset + token);
-      });
-    }
-    if (!all_seen) {
-#pragma unroll
-      for (int b = 0; b < kEights; ++b) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int32_t position = item.rows.position(8 * b + ptx::lane_id() % 4 * 2 + r, params.group_size);
-          const TokenRange seen = item.visibility.seen_by_all(position, position, TokenRange{0, item.readable.end});
-#pragma unroll
-          for (int i = 0; i < 2 * kFragments; ++i) {
-            const int32_t token = first_token + ptx::lane_id() / 4 + 8 * i;
-            if (token < seen.begin || token >= seen.end) s[b][i / 2][i % 2 * 2 + r] = minus_infinity();
-          }
-        }
-      }
-    }
-    if constexpr (VariantHooks<Variant>::kMask) {
-      if (first_token < rows.seen.begin || first_token + 16 * kFragments > rows.seen.end) {
-        for_each(s, first_token, [&](float& score, int b, int r, int32_t token) {
-          if (!variant.mask(rows.rows[b][r], rows.kv_offset + token)) score = minus_infinity();
-        });
-      }
-    }
-    if constexpr (!kUsesSoftmax) {
-      for_each(s, 0, [&](float& score, int, int, int32_t) {
-        if (score == minus_infinity()) score = 0.0f;
-      });
     }
   }
 

@@ -18,7 +18,6 @@ template <class Traits, SoftCap kSoftCap = SoftCap::kExact>
 struct Scores {
   using Variant = typename Traits::Variant;
   using Shared = SharedMemory<Traits>;
-  using Rows = LaneRows<Variant, 1>;
 
   /// Constants of an item, for a warp.
   struct Constants {
@@ -49,23 +48,33 @@ struct Scores {
     return params.sm_scale;
   }
 
-  /// Turns products into masked logits; without `makes_logits` it only masks them. `s`: a warp's scores of kBlocks * 8
-  /// tokens from `first_token` on. `rows`: the lane's.
-  template <int kBlocks>
-  __device__ __forceinline__ void finish(const WorkItem& item, float (&s)[1][kBlocks][4], int first_row,
+  /// Turns products into masked logits; without `makes_logits` it only masks them. `s`: a warp's scores from
+  /// `first_token` on. `rows`: LaneRows of the lane. Returns whether visibility lets all rows see all of the tokens.
+  template <int kRowBlocks, int kBlocks, class Rows>
+  __device__ __forceinline__ bool finish(const WorkItem& item, float (&s)[kRowBlocks][kBlocks][4], int first_row,
                                          int32_t first_token, const Constants& constants, const Rows& rows,
                                          bool makes_logits = true) const {
     scale_scores(variant_of<Traits>(params, item.kv_head), s, Shared::requests(item), first_row);
     if constexpr (Variant::kIsStandard) {
-      const float factor =
-          kSoftCap == SoftCap::kFast ? constants.cap_factor : cap_factor(item);  // else registers are few
-      if (factor != 0.0f) cap(s, factor);
+      constexpr bool kKeepsFactor = kSoftCap == SoftCap::kFast || Rows::kTransposed;  // else registers are few
+      const float factor = kKeepsFactor ? constants.cap_factor : cap_factor(item);
+      if (factor != 0.0f)
+        for_each_score(s, first_token, rows, [&](float& score, const ScoreRow&, int32_t) {
+          score = kSoftCap == SoftCap::kFast ? ptx::tanh(score * factor) : quick_tanh(score * factor);
+        });
     } else if (makes_logits && transforms_logits(variant_of<Traits>(params, 0))) {
       transform_logits(variant_of<Traits>(params, item.kv_head), sm_scale(item), s, first_token, rows);
     }
-    if (first_token < constants.unmasked.begin || first_token + kBlocks * 8 > constants.unmasked.end)
-      mask_scores(item.visibility, s, item.rows, params.group_size, first_row, first_token, item.readable.end);
+    const bool all_seen =
+        first_token >= constants.unmasked.begin && first_token + kScoreTokens<Rows, kBlocks> <= constants.unmasked.end;
+    if (!all_seen) {
+      if constexpr (Rows::kTransposed)
+        mask_transposed(item, s, first_token);
+      else
+        mask_scores(item.visibility, s, item.rows, params.group_size, first_row, first_token, item.readable.end);
+    }
     apply_variant_mask(variant_of<Traits>(params, item.kv_head), s, first_token, rows);
+    return all_seen;
   }
 
  private:
@@ -80,14 +89,21 @@ struct Scores {
     return 0.0f;
   }
 
-  template <int kBlocks>
-  __device__ __forceinline__ static void cap(float (&s)[1][kBlocks][4], float factor) {
+  /// mask_scores() of a row tile's first eights of rows, with transposed scores.
+  template <int kRowBlocks, int kBlocks>
+  __device__ __forceinline__ void mask_transposed(const WorkItem& item, float (&s)[kRowBlocks][kBlocks][4],
+                                                  int32_t first_token) const {
 #pragma unroll
-    for (int n = 0; n < kBlocks; ++n) {
+    for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const float x = s[0][n][c] * factor;
-        s[0][n][c] = kSoftCap == SoftCap::kFast ? ptx::tanh(x) : quick_tanh(x);
+      for (int r = 0; r < 2; ++r) {
+        const int32_t position = item.rows.position(8 * b + ptx::lane_id() % 4 * 2 + r, params.group_size);
+        const TokenRange seen = item.visibility.seen_by_all(position, position, TokenRange{0, item.readable.end});
+#pragma unroll
+        for (int i = 0; i < 2 * kBlocks; ++i) {
+          const int32_t token = first_token + ptx::lane_id() / 4 + 8 * i;
+          if (token < seen.begin || token >= seen.end) s[b][i / 2][i % 2 * 2 + r] = minus_infinity();
+        }
       }
     }
   }

@@ -31,8 +31,9 @@ __device__ __forceinline__ void write_requests(const AttentionParams& params, co
 
 /// The rows of a work item whose scores a lane holds, as variants see them: made once for an item, if the variant looks
 /// at them. kTransposed: rows are the columns of products. A block has eight, and a lane two neighbors.
-template <class Variant, int kRowBlocks, bool kTransposed = false>
+template <class Variant, int kRowBlocks, bool kTransposed_ = false>
 struct LaneRows {
+  static constexpr bool kTransposed = kTransposed_;
   static constexpr int kBlockRows = kTransposed ? 8 : 16;
   ScoreRow rows[kRowBlocks][2];
   float bias_slopes[kRowBlocks][2];  // of a variant that has them
@@ -71,7 +72,12 @@ struct LaneRows {
   /// How far the lane's first column of a warp's scores, which begin at `first_token`, lies after a row. A variant's
   /// bias there is its slope times this distance.
   __device__ __forceinline__ float bias_distance(int b, int half, int32_t first_token) const {
-    return static_cast<float>(kv_offset + first_token + ptx::lane_id() % 4 * 2 - rows[b][half].position);
+    return static_cast<float>(kv_offset + first_token + first_token_of_lane() - rows[b][half].position);
+  }
+
+  /// The first of a warp's tokens whose scores the lane holds.
+  __device__ __forceinline__ static int32_t first_token_of_lane() {
+    return kTransposed ? ptx::lane_id() / 4 : ptx::lane_id() % 4 * 2;
   }
 
  private:

@@ -1,5 +1,5 @@
 // What becomes of a warp's scores between Q K^T and the softmax: scales of the cache, the variant's logits, and masks.
-// Scores are laid out as WarpState has them.
+// Scores are laid out as WarpState has them, or transposed (LaneRows): tokens are the rows of products, a block has 16.
 #pragma once
 
 #include "attention/tile/row_tile.cuh"
@@ -10,19 +10,28 @@
 
 namespace attn {
 
+/// Tokens of a warp's scores, which have kBlocks blocks of tokens. Rows: LaneRows.
+template <class Rows, int kBlocks>
+constexpr int kScoreTokens = kBlocks * (Rows::kTransposed ? 16 : 8);
+
 /// Calls change(score, ScoreRow, KV position) for every score of a lane. `first_token`: of the warp, in the row group.
 template <int kRowBlocks, int kBlocks, class Rows, class Change>
 __device__ __forceinline__ void for_each_score(float (&s)[kRowBlocks][kBlocks][4], int32_t first_token,
                                                const Rows& rows, const Change& change) {
-  const int32_t first = rows.kv_offset + first_token + ptx::lane_id() % 4 * 2;
+  const int32_t first = rows.kv_offset + first_token + Rows::first_token_of_lane();
 #pragma unroll
   for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
-        for (int c = 0; c < 2; ++c) change(s[b][n][2 * half + c], rows.rows[b][half], first + n * 8 + c);
+        for (int c = 0; c < 2; ++c) {
+          if constexpr (Rows::kTransposed)
+            change(s[b][n][2 * c + r], rows.rows[b][r], first + n * 16 + 8 * c);
+          else
+            change(s[b][n][2 * r + c], rows.rows[b][r], first + n * 8 + c);
+        }
       }
     }
   }
@@ -33,7 +42,7 @@ template <class Variant, int kRowBlocks, int kBlocks, class Rows>
 __device__ __forceinline__ void transform_logits(const Variant& variant, float sm_scale,
                                                  float (&s)[kRowBlocks][kBlocks][4], int32_t first_token,
                                                  const Rows& rows) {
-  if constexpr (VariantHooks<Variant>::kBiasSlope) {
+  if constexpr (VariantHooks<Variant>::kBiasSlope && !Rows::kTransposed) {
 #pragma unroll
     for (int b = 0; b < kRowBlocks; ++b) {
 #pragma unroll
@@ -95,7 +104,7 @@ template <class Variant, int kRowBlocks, int kBlocks, class Rows>
 __device__ __forceinline__ void apply_variant_mask(const Variant& variant, float (&s)[kRowBlocks][kBlocks][4],
                                                    int32_t first_token, const Rows& rows) {
   if constexpr (VariantHooks<Variant>::kMask) {
-    if (first_token < rows.seen.begin || first_token + kBlocks * 8 > rows.seen.end) {
+    if (first_token < rows.seen.begin || first_token + kScoreTokens<Rows, kBlocks> > rows.seen.end) {
       for_each_score(s, first_token, rows, [&](float& score, const ScoreRow& row, int32_t kv_position) {
         if (!variant.mask(row, kv_position)) score = minus_infinity();
       });
