@@ -374,7 +374,7 @@ FAULTS = (
     Fault(
         "Hopper kernel: scores are not waited for",
         "csrc/attention/sm90/prefill.cuh",
-        "      ptx::wgmma_wait<Switches::kWaitsForProducts ? 0 : 1>();\n",
+        "      ptx::wgmma_wait<kWaitsForProducts ? 0 : 1>();\n",
         "",
         (ATTENTION, "-k", "random_cases and hopper"),
     ),

@@ -19,10 +19,16 @@
 namespace attn::sm90 {
 
 template <class Traits>
-struct DecodeSwitches {
-  static constexpr bool kUsesSoftmax = Traits::Variant::kUsesSoftmax;  // all variants but those with custom weights
-  static constexpr bool kSkipsTiles = Traits::Variant::kSkipsTiles;    // variants with sparse masks
-  static constexpr bool kRewritesQuery = Traits::kRewritesQuery;       // Q hooks, Q of another 16-bit type
+struct Decode {
+  using Element = typename Traits::Element;
+  using KvElement = typename Traits::KvElement;
+  using Variant = typename Traits::Variant;
+  using Shared = SharedMemory<Traits>;
+  using Walk = KvWalk<Traits>;
+  using Query = QTile<Traits>;
+  static constexpr bool kUsesSoftmax = Variant::kUsesSoftmax;     // all variants but those with custom weights
+  static constexpr bool kSkipsTiles = Variant::kSkipsTiles;       // variants with sparse masks
+  static constexpr bool kRewritesQuery = Traits::kRewritesQuery;  // Q hooks, Q of another 16-bit type
   static constexpr bool kDequantizesInRegisters = Traits::kDequantizesInRegisters;  // 8-bit caches without transforms
   static constexpr bool kHasTokenScales = Traits::kSharesTokenScales;  // caches with a scale for each token
   static constexpr bool kMultipliesIntegers =                          // int8 caches, if registers hold Q
@@ -30,27 +36,14 @@ struct DecodeSwitches {
       leaves_registers(max_of(Traits::Shape::kQkMultiplied, Traits::kVColumns));
   static constexpr bool kMayKeepSums = !kHasTokenScales || Traits::Shape::kQk <= 64;  // registers are few
   static constexpr bool kSharesTiles = SharedMemory<Traits>::kParts == 2;  // KV tiles of 128 tokens: narrow heads
-};
-
-template <class Traits>
-struct Decode {
-  using Switches = DecodeSwitches<Traits>;
-  using Element = typename Traits::Element;
-  using KvElement = typename Traits::KvElement;
-  using Variant = typename Traits::Variant;
-  using Shared = SharedMemory<Traits>;
-  using Walk = KvWalk<Traits>;
-  using Query = QTile<Traits>;
-  using Keys = typename Conditional<Switches::kDequantizesInRegisters, KTile<Traits>, WgmmaKTile<Traits>>::Type;
-  using Values = typename Conditional<Switches::kDequantizesInRegisters, VTile<Traits>, WgmmaVTile<Traits>>::Type;
-  using Held =
-      typename Conditional<Switches::kMultipliesIntegers, IntegerQuery<Element, Query, Traits::Shape::kQkMultiplied>,
-                           HeldQuery<Element, Query, Traits::Shape::kQkMultiplied, Traits::kVColumns>>::Type;
-  using State =
-      WarpState<typename Conditional<Switches::kDequantizesInRegisters, typename Held::Multiplied, Element>::Type,
-                Traits::kVColumns, 1>;
+  using Keys = typename Conditional<kDequantizesInRegisters, KTile<Traits>, WgmmaKTile<Traits>>::Type;
+  using Values = typename Conditional<kDequantizesInRegisters, VTile<Traits>, WgmmaVTile<Traits>>::Type;
+  using Held = typename Conditional<kMultipliesIntegers, IntegerQuery<Element, Query, Traits::Shape::kQkMultiplied>,
+                                    HeldQuery<Element, Query, Traits::Shape::kQkMultiplied, Traits::kVColumns>>::Type;
+  using State = WarpState<typename Conditional<kDequantizesInRegisters, typename Held::Multiplied, Element>::Type,
+                          Traits::kVColumns, 1>;
   static constexpr int kQkColumns = Traits::Shape::kQkMultiplied;
-  static constexpr int kTileParts = Switches::kDequantizesInRegisters ? Shared::kParts : Shared::kTileParts;
+  static constexpr int kTileParts = kDequantizesInRegisters ? Shared::kParts : Shared::kTileParts;
   static constexpr bool kHasSecondStage = kTileParts > Shared::kParts;
   static_assert(!Traits::kTuning.has_third_consumer || Shared::kTileParts == Shared::kParts, "as skip() frees tiles");
   static constexpr int kTokens = Shared::kPartTokens / 4;  // of a KV tile, that a warp takes
@@ -58,8 +51,8 @@ struct Decode {
 
   /// How the warps share an item: all have the same 16 rows, and 16 or more tokens each of a part of a KV tile.
   struct Layout {
-    static constexpr int kKvWarps = kSharingWarps;                           // all share the rows
-    static constexpr bool kFourColumns = Switches::kDequantizesInRegisters;  // as in stage_rows()
+    static constexpr int kKvWarps = kSharingWarps;                 // all share the rows
+    static constexpr bool kFourColumns = kDequantizesInRegisters;  // as in stage_rows()
     static constexpr int first_row = 0;
     int32_t first_token;  // of the part
     int32_t kv_warp;
@@ -77,30 +70,29 @@ struct Decode {
     const Layout warp(consumer_warp());
     State state;
     state.scale = scores.scale(item);
-    if constexpr (!Switches::kUsesSoftmax) state.start_sum(consumer_warp() == 0);
+    if constexpr (!kUsesSoftmax) state.start_sum(consumer_warp() == 0);
     LaneRows<Variant, 1> rows(params, item.rows, item.group, item.kv_head, 0);
     const auto constants = scores.constants(item, 0);
-    const int part = Switches::kSharesTiles ? warpgroup() : 0;
+    const int part = kSharesTiles ? warpgroup() : 0;
     const int row = part * Shared::kPartTokens + warp.first_token;  // of a KV tile
 
     // Q: all warps multiply the same rows.
     const uint32_t q = ptx::shared_address(shared.q(q_stage)) +
-                       (Switches::kDequantizesInRegisters ? Held::offset(lane) : Query::rows_first(lane));
-    if constexpr (Switches::kRewritesQuery)
-      rewrite_query<Traits, kSharingThreads>(params, item, shared.q(q_stage), 0, kWarpRows);
+                       (kDequantizesInRegisters ? Held::offset(lane) : Query::rows_first(lane));
+    if constexpr (kRewritesQuery) rewrite_query<Traits, kSharingThreads>(params, item, shared.q(q_stage), 0, kWarpRows);
     Held held;
-    if constexpr (Switches::kDequantizesInRegisters) held.load(q);
+    if constexpr (kDequantizesInRegisters) held.load(q);
 
     int32_t token = Walk::enter(Walk::first(params, item), rows) + row;
     KvTileStart next{token, false};  // where the next iteration's KV tile begins
     for (int tile = 0; tile < item.num_kv_tiles; ++tile,
-             token = Switches::kSkipsTiles ? Walk::enter(next, rows) + row : token + Walk::kStep,
+             token = kSkipsTiles ? Walk::enter(next, rows) + row : token + Walk::kStep,
              ring.kv = ring.kv.ahead(2 * kTileParts)) {
-      if constexpr (Switches::kSkipsTiles)
+      if constexpr (kSkipsTiles)
         next = Walk::next(params, item, token, item.num_kv_tiles - tile - 1);  // early: it may have to be loaded
       const typename Shared::KvPlace keys = ring.kv.ahead(part);
       const typename Shared::KvPlace values = ring.kv.ahead(kTileParts + part);
-      if (!Switches::kSharesTiles && tile % 2 != warpgroup()) {
+      if (!kSharesTiles && tile % 2 != warpgroup()) {
         // This warpgroup may need the same parts in the ring's next round. A wait tells phases apart by their parity
         // only, so it must see this phase of their barriers, too.
         shared.wait_kv_full(keys);
@@ -114,16 +106,16 @@ struct Decode {
       float s[1][kTokens / 8][4];
       uint32_t p[1][kTokens / 8][2];
       const uint32_t k = ptx::shared_address(shared.kv(keys.index)) + row * Keys::kRowBytes + Keys::columns_first(lane);
-      if constexpr (Switches::kMultipliesIntegers) {
+      if constexpr (kMultipliesIntegers) {
         held.template scores<kTokens, Keys>(s, k);
-      } else if constexpr (Switches::kDequantizesInRegisters) {
-        state.template dequantized_scores<kQkColumns, kTokens, Keys, KvElement, Switches::kMayKeepSums>(
+      } else if constexpr (kDequantizesInRegisters) {
+        state.template dequantized_scores<kQkColumns, kTokens, Keys, KvElement, kMayKeepSums>(
             s, [&](int, int d, uint32_t (&a)[4]) { held.get(a, q, d); }, k);
         held.finish(s);
       } else {
         state.template scores<kQkColumns, kTokens, Query, Keys>(s, q, k);
       }
-      if constexpr (Switches::kHasTokenScales) {
+      if constexpr (kHasTokenScales) {
         float2 factors[kTokens / 8];
         load_scales(factors, shared.token_scales(keys.index) + warp.first_token * 4);
         multiply_columns(s, factors);
@@ -133,10 +125,10 @@ struct Decode {
 
       // P = softmax(S)
       scores.finish(item, s, 0, token, constants, rows);
-      if constexpr (Switches::kHasTokenScales) {
+      if constexpr (kHasTokenScales) {
         shared.wait_kv_full(values);
         scale_probabilities(state, s, p, shared.token_scales(values.index) + warp.first_token * 4);
-      } else if constexpr (Switches::kUsesSoftmax) {
+      } else if constexpr (kUsesSoftmax) {
         state.update(s, p);
       } else {
         State::pack_weights(s, p);
@@ -152,7 +144,7 @@ struct Decode {
       }
       const uint32_t v =
           ptx::shared_address(shared.kv(values.index)) + row * Values::kRowBytes + Values::rows_first(lane);
-      if constexpr (Switches::kDequantizesInRegisters)
+      if constexpr (kDequantizesInRegisters)
         state.template dequantized_accumulate<kTokens, Values, KvElement>(p, v);
       else
         state.template accumulate<kTokens, Values>(p, v);
@@ -201,7 +193,7 @@ struct Decode {
     for (int n = 0; n < kBlocks; ++n)
       weights[n] =
           make_float2(fminf(fmaxf(weights[n].x, kSmallest), kLargest), fminf(fmaxf(weights[n].y, kSmallest), kLargest));
-    if constexpr (Switches::kUsesSoftmax) {
+    if constexpr (kUsesSoftmax) {
       state.update(s, p, weights);
     } else {
       multiply_columns(s, weights);

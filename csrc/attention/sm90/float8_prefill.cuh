@@ -79,15 +79,7 @@ struct Transposition {
 };
 
 template <class Traits>
-struct Float8PrefillSwitches {
-  using Variant = typename Traits::Variant;
-  static constexpr bool kSkipsTiles = Variant::kSkipsTiles;     // variants with sparse masks
-  static constexpr bool kMasks = VariantHooks<Variant>::kMask;  // variants with masks
-};
-
-template <class Traits>
 struct Float8Prefill {
-  using Switches = Float8PrefillSwitches<Traits>;
   using Variant = typename Traits::Variant;
   using Shared = SharedMemory<Traits>;
   using Place = typename Shared::KvPlace;
@@ -96,6 +88,8 @@ struct Float8Prefill {
   using Keys = KTile<Traits>;
   using Values = VTile<Traits>;
   static constexpr int kTokens = Traits::kTuning.kv_tile;
+  static constexpr bool kSkipsTiles = Variant::kSkipsTiles;     // variants with sparse masks
+  static constexpr bool kMasks = VariantHooks<Variant>::kMask;  // variants with masks
   static constexpr int kColumns = Traits::kVColumns;
   using State = WarpState<typename Traits::Element, kColumns, 1>;  // of one warp, which has 16 rows
   using Transposed = TransposedValues<kTokens, kColumns>;
@@ -141,7 +135,7 @@ struct Float8Prefill {
     int32_t token = Walk::enter(Walk::first(params, item), rows);
 
     for (int left = item.num_kv_tiles;;
-         token = Switches::kSkipsTiles ? Walk::enter(Walk::next(params, item, token, left), rows) : token + kTokens) {
+         token = kSkipsTiles ? Walk::enter(Walk::next(params, item, token, left), rows) : token + kTokens) {
       // Transpose V(i), while S(i) is under way.
       transpose(item, ring.kv.ahead(Shared::kParts).index, token, readable);
       ptx::wgmma_wait<0>();
@@ -266,7 +260,7 @@ struct Float8Prefill {
 
   /// Whether products must still be turned into scores, even where nothing is masked.
   __device__ __forceinline__ bool changes_scores() const {
-    if constexpr (Switches::kMasks) return true;
+    if constexpr (kMasks) return true;
     const Variant variant = variant_of<Traits>(params, 0);
     bool changes = transforms_logits(variant);
     if constexpr (Variant::kHasScales) changes |= variant.scales.k.is_of_requests();

@@ -27,8 +27,16 @@
 namespace attn::sm90 {
 
 template <class Traits>
-struct PrefillSwitches {
+struct Prefill {
+  using Element = typename Traits::Element;
   using Variant = typename Traits::Variant;
+  using Walk = KvWalk<Traits>;
+  using Query = QTile<Traits>;
+  using Keys = WgmmaKTile<Traits>;
+  using Values = WgmmaVTile<Traits>;
+  using Rows = LaneRows<Variant, 1>;
+  using Place = typename KvRing<Traits>::Place;
+  static constexpr int kTokens = Traits::kTuning.kv_tile;
   static constexpr bool kUsesSoftmax = Variant::kUsesSoftmax;  // all variants but those with custom weights
   static constexpr bool kSkipsTiles = Variant::kSkipsTiles;    // variants with sparse masks
   static constexpr bool kWaitsForProducts = Traits::kTuning.waits_for_products;  // heads of up to 64 columns
@@ -38,19 +46,6 @@ struct PrefillSwitches {
   /// KV tile: rows would outgrow their maxima all the time (a prefill of 4 x 4096 with ALiBi's took 6.8 times as long).
   static constexpr bool kKeepsMaxima =
       Traits::kTuning.keeps_maxima && (kAddsBias || !(VariantHooks<Variant>::kLogits && Variant::kReadsRows));
-};
-
-template <class Traits>
-struct Prefill {
-  using Switches = PrefillSwitches<Traits>;
-  using Element = typename Traits::Element;
-  using Walk = KvWalk<Traits>;
-  using Query = QTile<Traits>;
-  using Keys = WgmmaKTile<Traits>;
-  using Values = WgmmaVTile<Traits>;
-  using Rows = LaneRows<typename Traits::Variant, 1>;
-  using Place = typename KvRing<Traits>::Place;
-  static constexpr int kTokens = Traits::kTuning.kv_tile;
   static constexpr int kQkColumns = Traits::Shape::kQkMultiplied;
   static constexpr int kColumns = Traits::kVColumns;
   using State = WarpState<Element, kColumns, 1>;  // of one warp, which has 16 rows
@@ -77,7 +72,7 @@ struct Prefill {
     // Meanwhile, set up the rows' state.
     State state;
     state.scale = scores.scale(item);
-    if constexpr (!Switches::kUsesSoftmax) state.start_sum(true);
+    if constexpr (!kUsesSoftmax) state.start_sum(true);
     Rows rows(params, item.rows, item.group, item.kv_head, first_row);
     const typename PromptScores::Constants constants = scores.constants(item, first_row);
     const TokenRange readable = item.readable;
@@ -89,20 +84,20 @@ struct Prefill {
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operand(s[0]);
 
-    for (int left = item.num_kv_tiles;; token = Switches::kSkipsTiles ? next_token : token + Walk::kStep) {
+    for (int left = item.num_kv_tiles;; token = kSkipsTiles ? next_token : token + Walk::kStep) {
       // P(i) = exp2(S(i) - maximum), while P(i - 1) V(i - 1) is under way.
       float added[2], correction[2];
       bool raised = false;
-      if constexpr (!Switches::kKeepsMaxima) ring.free_tile(ring.kv);  // K(i): no row computes its scores again
-      scores.finish(item, s, first_row, token, constants, rows, !Switches::kAddsBias);
-      if constexpr (!Switches::kUsesSoftmax) {
+      if constexpr (!kKeepsMaxima) ring.free_tile(ring.kv);  // K(i): no row computes its scores again
+      scores.finish(item, s, first_row, token, constants, rows, !kAddsBias);
+      if constexpr (!kUsesSoftmax) {
         added[0] = added[1] = 0.0f;
       } else {
-        if constexpr (!Switches::kKeepsMaxima)
+        if constexpr (!kKeepsMaxima)
           raised = state.raise_maximum(0, s[0], correction);
         else if (!have_maxima)
           have_maxima = find_maxima(item, state, s, token, rows);
-        if constexpr (Switches::kAddsBias)
+        if constexpr (kAddsBias)
           exponentiate_biased(item, state, s, added, token, rows);
         else
           exponentiate(state, s, added);
@@ -110,13 +105,13 @@ struct Prefill {
       ptx::wgmma_fence_operand(s[0]);  // the exponentials before the wait
 
       // Wait for P(i - 1) V(i - 1), then rescale the output if rows have larger maxima now.
-      if constexpr (Switches::kWaitsForProducts) pack_probabilities<Element>(s, p);  // recompute() needs the registers
+      if constexpr (kWaitsForProducts) pack_probabilities<Element>(s, p);  // recompute() needs the registers
       if (left != item.num_kv_tiles) {  // not the first tile; a bool here makes ptxas spill
-        if constexpr (!Switches::kWaitsForProducts) finish_values(state, values);
-        if constexpr (!Switches::kKeepsMaxima) {
+        if constexpr (!kWaitsForProducts) finish_values(state, values);
+        if constexpr (!kKeepsMaxima) {
           if (raised) state.scale_output(0, correction);
         } else if (__any_sync(0xffffffffu, has_outgrown(added, 0) || has_outgrown(added, 1))) {
-          if constexpr (Switches::kWaitsForProducts)
+          if constexpr (kWaitsForProducts)
             recompute(state, item, p, added, q_rows(q_stage), ring.kv.index, token, constants, rows);
           else
             recompute(state, item, s, added, q_rows(q_stage), ring.kv.index, token, constants, rows);
@@ -125,9 +120,9 @@ struct Prefill {
       state.sum[0][0] += added[0];
       state.sum[0][1] += added[1];
 
-      if constexpr (Switches::kKeepsMaxima) ring.free_tile(ring.kv);
+      if constexpr (kKeepsMaxima) ring.free_tile(ring.kv);
       ring.next_tile();
-      if constexpr (!Switches::kWaitsForProducts) {
+      if constexpr (!kWaitsForProducts) {
         ptx::wgmma_fence_operand(s[0]);  // p is still read before the wait
         pack_probabilities<Element>(s, p);
       }
@@ -139,17 +134,17 @@ struct Prefill {
       // first, then the next S, both after V and K have arrived (P V before K has arrived takes 12 % longer, ADR 50).
       tiles.prepare(item, values, token, true, left, readable);
       ptx::wgmma_fence();
-      if constexpr (Switches::kWaitsForProducts) {
+      if constexpr (kWaitsForProducts) {
         multiply_values(state, p, values.index);
         finish_values(state, values);
         ptx::wgmma_fence();
       }
       multiply_keys(s, query(q_stage), ring.kv.index);
-      if constexpr (!Switches::kWaitsForProducts) multiply_values(state, p, values.index);
-      if constexpr (Switches::kSkipsTiles)
+      if constexpr (!kWaitsForProducts) multiply_values(state, p, values.index);
+      if constexpr (kSkipsTiles)
         next_token = Walk::enter(Walk::next(params, item, token, left), rows);  // early: it may have to be loaded
-      tiles.prepare_early(item, Switches::kSkipsTiles ? next_token : token + Walk::kStep, left - 1);
-      ptx::wgmma_wait<Switches::kWaitsForProducts ? 0 : 1>();
+      tiles.prepare_early(item, kSkipsTiles ? next_token : token + Walk::kStep, left - 1);
+      ptx::wgmma_wait<kWaitsForProducts ? 0 : 1>();
       ptx::wgmma_fence_operand(s[0]);
     }
 
@@ -212,7 +207,7 @@ struct Prefill {
   /// NaN. The limit is far below what an element can hold, and a maximum that is too small costs no accuracy. If the
   /// last KV tile comes first, a row may see only one token of it. Other tokens exceed that by more, so the limit is
   /// as high as possible there.
-  static constexpr float kMaxAdded = !Switches::kAddsBias ? 4096.0f : is_same<Element, BFloat16> ? 0x1p32f : 0x1p15f;
+  static constexpr float kMaxAdded = !kAddsBias ? 4096.0f : is_same<Element, BFloat16> ? 0x1p32f : 0x1p15f;
 
   __device__ __forceinline__ static bool has_outgrown(const float (&added)[2], int half) {
     return !(added[half] <= kMaxAdded);
@@ -222,7 +217,7 @@ struct Prefill {
   /// masked products.
   __device__ __forceinline__ bool find_maxima(const WorkItem& item, State& state, const float (&s)[1][kTokens / 8][4],
                                               int32_t first_token, const Rows& rows) const {
-    if constexpr (!Switches::kAddsBias) {
+    if constexpr (!kAddsBias) {
       return state.find_maxima(0, s[0]);
     } else {
       float logits[1][kTokens / 8][4];

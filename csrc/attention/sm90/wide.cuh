@@ -24,19 +24,9 @@
 namespace attn::sm90 {
 
 template <class Traits>
-struct WideSwitches {
-  static constexpr bool kUsesSoftmax = Traits::Variant::kUsesSoftmax;  // all variants but those with custom weights
-  static constexpr bool kSkipsTiles = Traits::Variant::kSkipsTiles;    // variants with sparse masks
-  static constexpr bool kConvertsQuery = Traits::kConvertsQuery;       // Q of another 16-bit type than the cache
-  static constexpr bool kProducerDequantizes = Traits::kDequantizesOnLoad;  // 8-bit caches
-  static constexpr bool kLoadsScaled = Traits::kLoadsScaled;                // latents of 8 bits: one tile, with scales
-  static constexpr bool kHalvesRowTiles = Traits::kIsLatent;                // latents: two CTAs share a row tile
-};
-
-template <class Traits>
 struct Wide {
-  using Switches = WideSwitches<Traits>;
   using Element = typename Traits::Element;
+  using Variant = typename Traits::Variant;
   using Shared = SharedMemory<Traits>;
   using Place = typename Shared::KvPlace;
   using Walk = KvWalk<Traits>;
@@ -44,14 +34,20 @@ struct Wide {
   using Keys = KTile<Traits>;
   using Values = VTile<Traits>;
   static constexpr int kTokens = Traits::kTuning.kv_tile;
-  static constexpr int kColumns = Traits::kVColumns;  // of one warpgroup
+  static constexpr int kColumns = Traits::kVColumns;              // of one warpgroup
+  static constexpr bool kUsesSoftmax = Variant::kUsesSoftmax;     // all variants but those with custom weights
+  static constexpr bool kSkipsTiles = Variant::kSkipsTiles;       // variants with sparse masks
+  static constexpr bool kConvertsQuery = Traits::kConvertsQuery;  // Q of another 16-bit type than the cache
+  static constexpr bool kProducerDequantizes = Traits::kDequantizesOnLoad;  // 8-bit caches
+  static constexpr bool kLoadsScaled = Traits::kLoadsScaled;                // latents of 8 bits: one tile, with scales
+  static constexpr bool kHalvesRowTiles = Traits::kIsLatent;                // latents: two CTAs share a row tile
   static constexpr int kRows = Traits::kTuning.q_rows();
   using State = WarpState<Element, kColumns, 1>;
   using Probabilities = SwizzledTile<Element, kTokens, kRows>;
   using Half = SwizzledTile<typename Traits::OutElement, kColumns, kRows>;  // of O, where Q was
   static_assert(kTokens == kBlockColumns && kColumns % 128 == 0 && kRows == 64 && Shared::kQStages == 1);
   static_assert(Traits::kTuning.kv_stages == 2 && Shared::kParts == 2);
-  static_assert(Traits::kRewritesQuery == Switches::kConvertsQuery && !Traits::kTransformsCache,
+  static_assert(Traits::kRewritesQuery == kConvertsQuery && !Traits::kTransformsCache,
                 "transforms are not supported with wide heads");
 
   const TmaParams& tma_params;
@@ -71,7 +67,7 @@ struct Wide {
   // Places of the KV tile whose K is at ring.kv, and of the next one. A place is where the left part lies, the columns
   // that the first multiplier takes.
   __device__ __forceinline__ bool v_is_k() const {
-    return Switches::kProducerDequantizes ? Switches::kLoadsScaled : tma_params.v_is_k != 0;
+    return kProducerDequantizes ? kLoadsScaled : tma_params.v_is_k != 0;
   }
   __device__ __forceinline__ Place values() const { return v_is_k() ? ring.kv : ring.kv.ahead(2); }
   __device__ __forceinline__ Place next_keys() const { return ring.kv.ahead(v_is_k() ? 2 : 4); }
@@ -87,10 +83,9 @@ struct Wide {
   __device__ __forceinline__ void score(const WorkItem& item) {
     State state;  // without an output
     state.scale = scores.scale(item);
-    if constexpr (Switches::kConvertsQuery)
-      rewrite_query<Traits, kWarpgroupThreads>(params, item, shared.q(0), 0, kRows);
-    if constexpr (!Switches::kUsesSoftmax) state.start_sum(true);
-    LaneRows<typename Traits::Variant, 1> rows(params, item.rows, item.group, item.kv_head, first_row());
+    if constexpr (kConvertsQuery) rewrite_query<Traits, kWarpgroupThreads>(params, item, shared.q(0), 0, kRows);
+    if constexpr (!kUsesSoftmax) state.start_sum(true);
+    LaneRows<Variant, 1> rows(params, item.rows, item.group, item.kv_head, first_row());
     const auto constants = scores.constants(item, first_row());
     KvTileStart start = Walk::first(params, item);
     for (int left = item.num_kv_tiles; left > 0; ring.kv = next_keys()) {
@@ -99,7 +94,7 @@ struct Wide {
       multiply_keys_as_they_come(s);
       const int32_t token = Walk::enter(start, rows);
       --left;
-      if constexpr (Switches::kSkipsTiles)
+      if constexpr (kSkipsTiles)
         start = Walk::next(params, item, token, left);  // early: it may have to be loaded
       else
         start.token = token + kTokens;
@@ -113,7 +108,7 @@ struct Wide {
       // P = softmax(S)
       float added[2] = {0.0f, 0.0f}, correction[2] = {1.0f, 1.0f};
       scores.finish(item, s, first_row(), token, constants, rows);
-      if constexpr (Switches::kUsesSoftmax) {
+      if constexpr (kUsesSoftmax) {
         state.raise_maximum(0, s[0], correction);
         exponentiate(state, s, added);
       }
@@ -121,7 +116,7 @@ struct Wide {
       state.sum[0][1] += added[1];
 
       // Publish P. The producer has zeroed the rows that must not be read of tiles that it dequantizes.
-      if (!Switches::kProducerDequantizes && (token < item.readable.begin || token + kTokens > item.readable.end)) {
+      if (!kProducerDequantizes && (token < item.readable.begin || token + kTokens > item.readable.end)) {
         wait_unread();  // then V of the KV tile before has come, and the barriers are in the phase of this one's
         ring.wait_for_tile(values());
         clear_unreadable<Values, kTokens>(shared.kv(values().index), token, item.readable);
@@ -232,7 +227,7 @@ struct Wide {
     free_published();
     // All products with Q are done: the rows of O go through the Q tile.
     ItemTarget<Traits> all_columns(params, item, Shared::requests(item));
-    if constexpr (Switches::kHalvesRowTiles) all_columns.partial_row += blockIdx.y * kRows;  // the half of the row tile
+    if constexpr (kHalvesRowTiles) all_columns.partial_row += blockIdx.y * kRows;  // the half of the row tile
     const TargetColumns<ItemTarget<Traits>, Traits::OutElement::kBytes> target(all_columns, half() * kColumns);
     write_warp_rows<Half>(state, target, first_row(), shared.q(0) + half() * Half::kBlocks * Half::kBlockBytes);
   }
