@@ -12,6 +12,20 @@
 
 namespace attn {
 
+/// Calls load(words, i) and then multiply(words, i) for each i below kCount. With two buffers, the next words are
+/// loaded while words are multiplied.
+template <int kCount, int kBuffers = 2, class Load, class Multiply>
+__device__ __forceinline__ void load_and_multiply(const Load& load, const Multiply& multiply) {
+  uint32_t words[kBuffers][4];
+  if (kBuffers == 2) load(words[0], 0);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int next = i + kBuffers - 1;
+    if (next < kCount) load(words[next % kBuffers], next);
+    multiply(words[i % kBuffers], i);
+  }
+}
+
 /// Lane (g, t) = (lane / 4, lane % 4) holds rows g and g + 8 of each block of 16 rows, and of every 8 columns the two
 /// that start at 2t (mma.cuh, C operand).
 /// Element_: the type in which P and V are multiplied and O is written. kColumns: of V and O.
@@ -21,22 +35,14 @@ struct WarpState {
   static constexpr int kColumnBlocks = kColumns / 8;
   static constexpr float kSlack = 8.0f;  // to base 2
 
-  float o[kRowBlocks][kColumnBlocks][4];
-  float maximum[kRowBlocks][2];  // of the scores, not scaled
-  float sum[kRowBlocks][2];      // of exp2(score * scale - maximum * scale), over this lane's columns
-  float scale;                   // makes a score a logarithm to base 2; > 0
+  float o[kRowBlocks][kColumnBlocks][4] = {};
+  float maximum[kRowBlocks][2];   // of the scores, not scaled
+  float sum[kRowBlocks][2] = {};  // of exp2(score * scale - maximum * scale), over this lane's columns
+  float scale;                    // makes a score a logarithm to base 2; > 0
 
   __device__ __forceinline__ WarpState() {
 #pragma unroll
-    for (int b = 0; b < kRowBlocks; ++b) {
-#pragma unroll
-      for (int n = 0; n < kColumnBlocks; ++n) o[b][n][0] = o[b][n][1] = o[b][n][2] = o[b][n][3] = 0.0f;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        maximum[b][half] = minus_infinity();
-        sum[b][half] = 0.0f;
-      }
-    }
+    for (int b = 0; b < kRowBlocks; ++b) maximum[b][0] = maximum[b][1] = minus_infinity();
   }
 
   template <int kBlocks>
@@ -77,9 +83,8 @@ struct WarpState {
       for (int n = 0; n < kFragments; ++n) {
         const int i = d * kFragments + n;
         const int next = i + 1;
-        if (next < kQkColumns / 16 * kFragments) {
+        if (next < kQkColumns / 16 * kFragments)
           ptx::ldmatrix_x4(keys[next % 2], KTile::block(k, next % kFragments, next / kFragments));
-        }
 #pragma unroll
         for (int b = 0; b < kRowBlocks; ++b) {
           float (&sum)[4] = kTwoSums && d % 2 == 1 ? other[0] : s[b][2 * n];
@@ -103,35 +108,27 @@ struct WarpState {
     constexpr int kFragments = kTokens / 16;
     constexpr bool kTwoSums = kMayKeepSums && kRowBlocks * kFragments == 1 && leaves_registers(kColumns);
     constexpr int kLoads = ceil_div(kQkColumns, 32) * kFragments;
+    constexpr int kBuffers = kRowBlocks == 1 ? 2 : 1;  // where there are registers for the next words
     float other[2][4] = {};
-    constexpr int kBuffers = kRowBlocks == 1 ? 2 : 1;  // the next words, where there are registers for them
-    uint32_t words[kBuffers][4];                       // of 16 tokens x 32 columns
-    if (kBuffers == 2) ptx::ldmatrix_x4(words[0], k);
+    load_and_multiply<kLoads, kBuffers>(  // 16 tokens x 32 columns
+        [&](uint32_t (&words)[4], int i) { ptx::ldmatrix_x4(words, KTile::block(k, i % kFragments, i / kFragments)); },
+        [&](const uint32_t (&words)[4], int i) {
+          const int n = i % kFragments, d = i / kFragments * 32;
 #pragma unroll
-    for (int d = 0; d < kQkColumns; d += 32) {
+          for (int half = 0; half < 2; ++half) {
+            if (d + half * 16 >= kQkColumns) break;
+            uint32_t upper[2], lower[2];  // of eight tokens each
+            dequantize<Element, KvElement>(words[half], upper);
+            dequantize<Element, KvElement>(words[2 + half], lower);
 #pragma unroll
-      for (int n = 0; n < kFragments; ++n) {
-        const int i = d / 32 * kFragments + n;
-        const int next = i + kBuffers - 1;
-        if (next < kLoads) {
-          ptx::ldmatrix_x4(words[next % kBuffers], KTile::block(k, next % kFragments, next / kFragments));
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          if (d + half * 16 >= kQkColumns) break;
-          uint32_t upper[2], lower[2];  // of eight tokens each
-          dequantize<Element, KvElement>(words[i % kBuffers][half], upper);
-          dequantize<Element, KvElement>(words[i % kBuffers][2 + half], lower);
-#pragma unroll
-          for (int b = 0; b < kRowBlocks; ++b) {
-            uint32_t a[4];  // read for each fragment: there are no registers to keep it
-            query(b, d / 16 + half, a);
-            Element::mma(kTwoSums && half == 1 ? other[0] : s[b][2 * n], a, upper[0], upper[1]);
-            Element::mma(kTwoSums && half == 1 ? other[1] : s[b][2 * n + 1], a, lower[0], lower[1]);
+            for (int b = 0; b < kRowBlocks; ++b) {
+              uint32_t a[4];  // read for each fragment: there are no registers to keep it
+              query(b, d / 16 + half, a);
+              Element::mma(kTwoSums && half == 1 ? other[0] : s[b][2 * n], a, upper[0], upper[1]);
+              Element::mma(kTwoSums && half == 1 ? other[1] : s[b][2 * n + 1], a, lower[0], lower[1]);
+            }
           }
-        }
-      }
-    }
+        });
     if constexpr (kTwoSums) add_to(s[0], other);
   }
 
@@ -274,25 +271,19 @@ struct WarpState {
   template <int kTokens, class VTile>
   __device__ __forceinline__ void accumulate(const uint32_t (&p)[kRowBlocks][kTokens / 8][2], uint32_t v) {
     constexpr int kFragments = kColumns / 16;
-    uint32_t values[2][4];
-    ptx::ldmatrix_x4_trans(values[0], v);
+    load_and_multiply<kTokens / 16 * kFragments>(
+        [&](uint32_t (&values)[4], int i) {
+          ptx::ldmatrix_x4_trans(values, VTile::block(v, i / kFragments, i % kFragments));
+        },
+        [&](const uint32_t (&values)[4], int i) {
+          const int k = i / kFragments, d = i % kFragments;
 #pragma unroll
-    for (int k = 0; k < kTokens / 16; ++k) {
-#pragma unroll
-      for (int d = 0; d < kFragments; ++d) {
-        const int i = k * kFragments + d;
-        const int next = i + 1;
-        if (next < kTokens / 16 * kFragments) {
-          ptx::ldmatrix_x4_trans(values[next % 2], VTile::block(v, next / kFragments, next % kFragments));
-        }
-#pragma unroll
-        for (int b = 0; b < kRowBlocks; ++b) {
-          const uint32_t a[4] = {p[b][2 * k][0], p[b][2 * k][1], p[b][2 * k + 1][0], p[b][2 * k + 1][1]};
-          Element::mma(o[b][2 * d], a, values[i % 2][0], values[i % 2][1]);
-          Element::mma(o[b][2 * d + 1], a, values[i % 2][2], values[i % 2][3]);
-        }
-      }
-    }
+          for (int b = 0; b < kRowBlocks; ++b) {
+            const uint32_t a[4] = {p[b][2 * k][0], p[b][2 * k][1], p[b][2 * k + 1][0], p[b][2 * k + 1][1]};
+            Element::mma(o[b][2 * d], a, values[0], values[1]);
+            Element::mma(o[b][2 * d + 1], a, values[2], values[3]);
+          }
+        });
   }
 
   /// The same with V of an 8-bit cache, dequantized on the way. A lane gets words of two neighboring tokens x two
@@ -302,31 +293,25 @@ struct WarpState {
   __device__ __forceinline__ void dequantized_accumulate(const uint32_t (&p)[kRowBlocks][kTokens / 8][2], uint32_t v) {
     static_assert(kColumns % 32 == 0, "two groups of 16 columns are loaded together");
     constexpr int kFragments = kColumns / 32;
-    uint32_t words[2][4];
-    ptx::ldmatrix_x4_trans(words[0], v);
+    load_and_multiply<kTokens / 16 * kFragments>(
+        [&](uint32_t (&words)[4], int i) {
+          ptx::ldmatrix_x4_trans(words, VTile::block(v, i / kFragments, i % kFragments));
+        },
+        [&](const uint32_t (&words)[4], int i) {
+          const int k = i / kFragments, d = i % kFragments;
 #pragma unroll
-    for (int k = 0; k < kTokens / 16; ++k) {
+          for (int half = 0; half < 2; ++half) {
+            uint32_t upper[2], lower[2];  // tokens 0 to 7 and 8 to 15: of even columns, of odd ones
+            dequantize_apart<Element, KvElement>(words[2 * half], upper);
+            dequantize_apart<Element, KvElement>(words[2 * half + 1], lower);
 #pragma unroll
-      for (int d = 0; d < kFragments; ++d) {
-        const int i = k * kFragments + d;
-        const int next = i + 1;
-        if (next < kTokens / 16 * kFragments) {
-          ptx::ldmatrix_x4_trans(words[next % 2], VTile::block(v, next / kFragments, next % kFragments));
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          uint32_t upper[2], lower[2];  // tokens 0 to 7 and 8 to 15: of even columns, of odd ones
-          dequantize_apart<Element, KvElement>(words[i % 2][2 * half], upper);
-          dequantize_apart<Element, KvElement>(words[i % 2][2 * half + 1], lower);
-#pragma unroll
-          for (int b = 0; b < kRowBlocks; ++b) {
-            const uint32_t a[4] = {p[b][2 * k][0], p[b][2 * k][1], p[b][2 * k + 1][0], p[b][2 * k + 1][1]};
-            Element::mma(o[b][4 * d + 2 * half], a, upper[0], lower[0]);
-            Element::mma(o[b][4 * d + 2 * half + 1], a, upper[1], lower[1]);
+            for (int b = 0; b < kRowBlocks; ++b) {
+              const uint32_t a[4] = {p[b][2 * k][0], p[b][2 * k][1], p[b][2 * k + 1][0], p[b][2 * k + 1][1]};
+              Element::mma(o[b][4 * d + 2 * half], a, upper[0], lower[0]);
+              Element::mma(o[b][4 * d + 2 * half + 1], a, upper[1], lower[1]);
+            }
           }
-        }
-      }
-    }
+        });
   }
 
   /// Columns 8 * n + 4t to 8 * n + 4t + 3 after dequantized_accumulate(); n is even.
