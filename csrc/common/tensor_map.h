@@ -11,18 +11,14 @@ struct alignas(64) TensorMap {
   uint64_t words[16];
 };
 
-/// How TMA permutes the 16-byte chunks of a box: within rows of this number of bytes (CU_TENSOR_MAP_SWIZZLE_*).
-enum class Swizzle : int32_t { kNone, k32, k64, k128 };
-
 /// A tensor of elements of one or two bytes, and the boxes of it that TMA loads or stores. Strides in elements; the
-/// first dimension has stride 1.
+/// first dimension has stride 1. The 16-byte chunks of a box are permuted within rows of 128 bytes.
 struct Tensor4d {
   const void* data;
   DataType dtype;
-  uint64_t sizes[4];
+  int64_t sizes[4];
   int64_t strides[3];
-  uint32_t box[4];
-  Swizzle swizzle = Swizzle::k128;
+  int32_t box[4];
 };
 
 }  // namespace attn

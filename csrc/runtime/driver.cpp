@@ -251,6 +251,7 @@ static int tensor_map_type(DataType dtype) {
 
 bool encode(const Tensor4d& tensor, TensorMap& map) {
   constexpr int kNoInterleave = 0, kNoFill = 0;  // CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+  constexpr int kSwizzle128 = 3;                 // CU_TENSOR_MAP_SWIZZLE_128B
   constexpr uint64_t kUnit = 16;
   const uint64_t bytes = static_cast<uint64_t>(bytes_of(tensor.dtype));
   uint64_t strides[3];
@@ -267,10 +268,15 @@ bool encode(const Tensor4d& tensor, TensorMap& map) {
   // another time.
   constexpr int kNoPromotion = 0, kPromoteToL2_128 = 2;
   const int promotion = alignment_bits % 128 == 0 ? kPromoteToL2_128 : kNoPromotion;
+  uint64_t sizes[4];
+  uint32_t box[4];
+  for (int i = 0; i < 4; ++i) {
+    sizes[i] = static_cast<uint64_t>(tensor.sizes[i]);
+    box[i] = static_cast<uint32_t>(tensor.box[i]);
+  }
   const uint32_t steps[4] = {1, 1, 1, 1};
-  return driver().cuTensorMapEncodeTiled(&map, tensor_map_type(tensor.dtype), 4, const_cast<void*>(tensor.data),
-                                         tensor.sizes, strides, tensor.box, steps, kNoInterleave,
-                                         static_cast<int>(tensor.swizzle), promotion, kNoFill) == 0;
+  return driver().cuTensorMapEncodeTiled(&map, tensor_map_type(tensor.dtype), 4, const_cast<void*>(tensor.data), sizes,
+                                         strides, box, steps, kNoInterleave, kSwizzle128, promotion, kNoFill) == 0;
 }
 
 void launch(const Kernel& kernel, const Launch& shape, const void* params, Stream stream) {

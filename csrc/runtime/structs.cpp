@@ -16,38 +16,26 @@ namespace attn {
 
 // The schedule.
 ATTN_STRUCT(Visibility, 0, causal, window_left);
-
 ATTN_STRUCT(RowPositions, 4, positions, requests, num_rows);
-
 ATTN_STRUCT(Level, 0, indices, rows, positions, row_ranges, num_entries, entry_step, visibility, group_begin);
-
 ATTN_STRUCT(ScheduleHeader, 0, num_groups, num_tiles, errors, num_levels, num_merge_rows, num_links, flags, whole_pairs,
             num_requests, queue_head, aligned_tile, aligned_cta, aligned_parts, second_queue_head, section_tokens,
             dequantized_tokens, share, kv_tile_cost, pair_cost, levels);
-
 ATTN_STRUCT(RowGroup, 0, table_begin, qo_begin, qo_len, kv_len, tile_begin, level, kind, state_begin, kv_offset,
             q_position, request, dequantized_row, dequantized_token);
-
 ATTN_STRUCT(RowTile, 0, cost_begin, group, kind, packed_begin, kv_begin, kv_end, num_kv_tiles);
-
 ATTN_STRUCT(Position, 0, tile, head, kv_tile, flags);
-
 ATTN_STRUCT(RowLink, 0, group, index);
-
 ATTN_STRUCT(PrefixNode, 0, leader, parent, begin_page, end_page, num_requests, num_rows, group, reason, saved, added);
-
 ATTN_STRUCT(ScheduleConfig, 0, num_kv_heads, group_size, kv_tile, max_kind, num_ctas, max_groups, max_rows, max_tiles,
             max_states, max_merge_rows, max_links, max_nodes, cascade, batch_invariant, min_queue_pairs, section_tokens,
             dequantized_tokens, min_dequantized_rows, min_share, kv_tile_cost, pair_cost, state_cost, cascade_cost);
-
 ATTN_STRUCT(ScheduleLayout, 0, groups, tiles, positions, links, rows, row_requests, nodes, attachments, bytes);
 
 // The inputs of a plan, filled by tests that call a planner themselves.
 ATTN_STRUCT(IndexArray, 4, data, is_int64);
-
 ATTN_STRUCT(PageTable, 0, indices, indptr, last_page_len, kv_lens, rows, num_entries, row_stride, num_rows, row_entries,
             page_size, entry_step);
-
 ATTN_STRUCT(PlanLevel, 4, qo_indptr, table, rows, max_rows, num_groups, visibility, kv_offsets, positions, row_ranges,
             kv_tile_lists, num_kv_tile_lists, kv_length);
 
@@ -56,10 +44,8 @@ ATTN_STRUCT(AttentionConfig, 5, dequantized_bytes, num_qo_heads, num_kv_heads, h
             kv_dtype, max_rows, max_groups, max_levels, num_ctas, cascade, design, device, batch_invariant, on_cuda,
             has_variant, uses_softmax, has_mask, skips_kv_tiles, has_sinks, float8_out, multiplies_float8, token_scales,
             rotation);
-
 ATTN_STRUCT(LevelOptions, 0, index, num_levels, page_size, window_left, kv_offsets, positions, entry_step, causal,
             finds_row_ranges, pages_change, has_slots);
-
 ATTN_STRUCT(WorkspaceSize, 0, schedule, partial_o, partial_lse, row_ranges, dequantized);
 
 namespace {

@@ -3,7 +3,6 @@
 // into it.
 #pragma once
 
-#include "attention/feed/params.h"
 #include "attention/feed/shared_memory.cuh"
 #include "attention/feed/tiles.cuh"
 #include "attention/feed/tuning.h"

@@ -1,7 +1,6 @@
 // Q, K and V tiles in shared memory. TMA writes them, and wgmma reads them.
 #pragma once
 
-#include "attention/feed/params.h"
 #include "attention/feed/tuning.h"
 #include "attention/tile/shared_tile.cuh"
 #include "common/ptx/wgmma.cuh"

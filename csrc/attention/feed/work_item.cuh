@@ -4,9 +4,8 @@
 
 #include "attention/feed/params.h"
 #include "attention/feed/tuning.h"
-#include "attention/tile/row_tile.cuh"
+#include "attention/tile/row_tile.h"
 #include "attention/tile/work_cursor.cuh"
-#include "attention/variant/variants.h"
 #include "planner/page_table.h"
 
 namespace attn::feed {

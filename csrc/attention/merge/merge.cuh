@@ -12,7 +12,6 @@
 #include "attention/params.h"
 #include "attention/tile/output_target.cuh"
 #include "attention/tile/row_tile.cuh"
-#include "attention/tile/work_cursor.cuh"
 #include "common/elements.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/math.cuh"

@@ -22,8 +22,6 @@
 #include "common/elements.cuh"
 #include "common/ptx/copy.cuh"
 #include "common/ptx/grid_dependency.cuh"
-#include "common/ptx/math.cuh"
-#include "common/ptx/mma.cuh"
 #include "common/ptx/warp.cuh"
 
 namespace attn::sm80 {

@@ -10,7 +10,6 @@
 #pragma once
 
 #include "attention/head_shape.h"
-#include "common/math.h"
 #include "common/platform.h"
 #include "planner/schedule.h"
 

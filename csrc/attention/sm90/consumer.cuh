@@ -3,10 +3,8 @@
 
 #include "attention/feed/shared_memory.cuh"
 #include "attention/feed/work_item.cuh"
-#include "attention/sm90/shape.h"
 #include "attention/sm90/traits.cuh"
 #include "common/ptx/barrier.cuh"
-#include "common/ptx/copy.cuh"
 #include "common/ptx/warp.cuh"
 #include "planner/schedule_reader.h"
 

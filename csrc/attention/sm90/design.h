@@ -54,21 +54,12 @@ inline bool encode_rows(const AttentionParams& params, const LaunchContext& cont
   const bool has_part_of_group = is_wide(context.dims) && group_size % packed_rows == 0;
   const int32_t box_heads = has_part_of_group ? packed_rows : group_size;
   if (packed_rows % box_heads != 0 || params.num_rows == 0) return false;
-  Tensor4d t{};
-  t.data = data;
-  t.dtype = dtype;
-  t.sizes[0] = static_cast<uint64_t>(columns);
-  t.sizes[1] = static_cast<uint64_t>(params.num_kv_heads) * static_cast<uint64_t>(group_size);
-  t.sizes[2] = static_cast<uint64_t>(params.num_rows);
-  t.sizes[3] = 1;
-  t.strides[0] = head_stride;
-  t.strides[1] = row_stride;
-  t.strides[2] = row_stride * params.num_rows;
-  t.box[0] = static_cast<uint32_t>(kBlockRowBytes / bytes_of(dtype));
-  t.box[1] = static_cast<uint32_t>(box_heads);
-  t.box[2] = static_cast<uint32_t>(packed_rows / box_heads);
-  t.box[3] = 1;
-  return context.encode(t, map);
+  const Tensor4d tensor{.data = data,
+                        .dtype = dtype,
+                        .sizes = {columns, int64_t{params.num_kv_heads} * group_size, params.num_rows, 1},
+                        .strides = {head_stride, row_stride, row_stride * params.num_rows},
+                        .box = {kBlockRowBytes / bytes_of(dtype), box_heads, packed_rows / box_heads, 1}};
+  return context.encode(tensor, map);
 }
 
 /// Tokens of the boxes of K and V; 0: TMA cannot load them. A warp loads half a KV tile, which then consists of whole
@@ -84,20 +75,14 @@ inline int32_t box_tokens(const AttentionParams& params, bool is_flat) {
 /// Encodes a map of K or V.
 inline bool encode_cache(const AttentionParams& params, const LaunchContext& context, const KvTensor& tensor,
                          int32_t columns, bool is_flat, int32_t tokens, TensorMap& map) {
-  Tensor4d t{};
-  t.data = tensor.data;
-  t.dtype = context.kv_dtype;
-  t.sizes[0] = static_cast<uint64_t>(stored_columns(columns, context.kv_dtype));
-  t.sizes[1] = static_cast<uint64_t>(is_flat ? params.num_pages : params.page_size.divisor);
-  t.sizes[2] = static_cast<uint64_t>(params.num_kv_heads);
-  t.sizes[3] = static_cast<uint64_t>(is_flat ? 1 : params.num_pages);
-  t.strides[0] = is_flat ? tensor.page_stride : tensor.token_stride;
-  t.strides[1] = tensor.head_stride;
-  t.strides[2] = tensor.page_stride;
-  t.box[0] = static_cast<uint32_t>(kBlockRowBytes / bytes_of(context.kv_dtype));
-  t.box[1] = static_cast<uint32_t>(tokens);
-  t.box[2] = t.box[3] = 1;
-  return context.encode(t, map);
+  const Tensor4d described{
+      .data = tensor.data,
+      .dtype = context.kv_dtype,
+      .sizes = {stored_columns(columns, context.kv_dtype), is_flat ? params.num_pages : params.page_size.divisor,
+                params.num_kv_heads, is_flat ? 1 : params.num_pages},
+      .strides = {is_flat ? tensor.page_stride : tensor.token_stride, tensor.head_stride, tensor.page_stride},
+      .box = {kBlockRowBytes / bytes_of(context.kv_dtype), tokens, 1, 1}};
+  return context.encode(described, map);
 }
 
 /// Finds whether one copy can load the TokenScales of a box. A dimension of size 1 may have any stride.
@@ -126,21 +111,14 @@ inline void encode_dequantized(const LaunchContext& context, TmaParams& tma) {
   const int32_t parts = tuning(context.dims, context.kv_form).stage_parts;
   const auto encode = [&](const void* data, int32_t head_columns, TensorMap& map) {
     const int32_t blocks = dequantized_columns(head_columns) / kBlockColumns;
-    Tensor4d t{};
-    t.data = data;
-    t.dtype = context.dequantized.dtype;
-    t.sizes[0] = kBlockColumns;
-    t.sizes[1] = static_cast<uint64_t>(context.dequantized.rows);
-    t.sizes[2] = static_cast<uint64_t>(blocks) * static_cast<uint64_t>(tma.attention.num_kv_heads);
-    t.sizes[3] = 1;
-    t.strides[0] = int64_t{kBlockColumns} * blocks * tma.attention.num_kv_heads;
-    t.strides[1] = kBlockColumns;
-    t.strides[2] = t.strides[0] * context.dequantized.rows;
-    t.box[0] = kBlockColumns;
-    t.box[1] = static_cast<uint32_t>(tma.attention.kv_tile / parts);
-    t.box[2] = static_cast<uint32_t>(parts > 1 ? 1 : blocks);
-    t.box[3] = 1;
-    context.encode(t, map);
+    const int64_t row_stride = int64_t{kBlockColumns} * blocks * tma.attention.num_kv_heads;
+    const Tensor4d tensor{
+        .data = data,
+        .dtype = context.dequantized.dtype,
+        .sizes = {kBlockColumns, context.dequantized.rows, int64_t{blocks} * tma.attention.num_kv_heads, 1},
+        .strides = {row_stride, kBlockColumns, row_stride * context.dequantized.rows},
+        .box = {kBlockColumns, tma.attention.kv_tile / parts, parts > 1 ? 1 : blocks, 1}};
+    context.encode(tensor, map);
   };
   encode(context.dequantized.k, context.dims.qk, tma.dequantized_k);
   encode(context.dequantized.v, context.dims.v, tma.dequantized_v);

@@ -1,12 +1,10 @@
 // Q where mma.sync multiplies it by K of an int8 cache, as integers: K is multiplied as it is stored.
 #pragma once
 
-#include "attention/head_shape.h"
 #include "attention/tile/warp_state.cuh"
 #include "common/elements.cuh"
 #include "common/math.h"
 #include "common/platform.h"
-#include "common/ptx/math.cuh"
 #include "common/ptx/mma.cuh"
 
 namespace attn::sm90 {

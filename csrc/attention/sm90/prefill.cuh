@@ -289,8 +289,7 @@ struct Prefill {
         float correction[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          maximum[half] = fmaxf(maximum[half], __shfl_xor_sync(0xffffffffu, maximum[half], 1));
-          maximum[half] = fmaxf(maximum[half], __shfl_xor_sync(0xffffffffu, maximum[half], 2));
+          maximum[half] = ptx::quad_max(maximum[half]);
           correction[half] = again[half] ? ptx::ex2((state.maximum[0][half] - maximum[half]) * state.scale) : 1.0f;
           if (again[half]) state.maximum[0][half] = maximum[half];
           if (again[half]) added[half] = 0.0f;

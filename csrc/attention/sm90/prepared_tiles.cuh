@@ -13,8 +13,6 @@
 #include "attention/tile/row_tile.cuh"
 #include "attention/tile/transform_tile.cuh"
 #include "common/ptx/barrier.cuh"
-#include "common/ptx/copy.cuh"
-#include "common/ptx/warp.cuh"
 
 namespace attn::sm90 {
 

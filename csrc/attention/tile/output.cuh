@@ -22,40 +22,31 @@ __device__ __forceinline__ void stage_rows(const WarpState<Multiplied, kColumns,
                                            const Target& target, int b, const float (&inverse)[2], int32_t block_row,
                                            char* staged) {
   using Element = typename Target::Element;
-  if constexpr (kFourColumns) {
-    const int lane = ptx::lane_id();
+  const int lane = ptx::lane_id();
+  if constexpr (kFourColumns || Target::kWritesFloat8) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = block_row + half * 8 + lane / 4;
 #pragma unroll
-      for (int n = 0; n < kColumns / 8; n += 2) {
-        const float4 outputs = state.four_outputs(b, n, half, inverse[half]);
-        float values[4] = {outputs.x, outputs.y, outputs.z, outputs.w};
-        target.transform(values, row, n * 8 + lane % 4 * 4);
-        char* const to = staged + (Target::kWritesFloat8 ? Tile::offset(row, n / 2) + lane % 4 * 4
-                                                         : Tile::offset(row, n + lane % 4 / 2) + lane % 2 * 8);
-        store_four<Element>(to, values);
+      for (int n = 0; n < kColumns / 8; n += kFourColumns ? 2 : 1) {
+        if constexpr (kFourColumns) {
+          const float4 outputs = state.four_outputs(b, n, half, inverse[half]);
+          float values[4] = {outputs.x, outputs.y, outputs.z, outputs.w};
+          target.transform(values, row, n * 8 + lane % 4 * 4);
+          char* const to = staged + (Target::kWritesFloat8 ? Tile::offset(row, n / 2) + lane % 4 * 4
+                                                           : Tile::offset(row, n + lane % 4 / 2) + lane % 2 * 8);
+          store_four<Element>(to, values);
+        } else {
+          float values[2] = {state.o[b][n][2 * half] * inverse[half], state.o[b][n][2 * half + 1] * inverse[half]};
+          target.transform(values, row, n * 8 + lane % 4 * 2);
+          *reinterpret_cast<uint16_t*>(staged + Tile::offset(row, n / 2) + n % 2 * 8 + lane % 4 * 2) =
+              static_cast<uint16_t>(Element::pack(values[0], values[1]));
+        }
       }
     }
     return;
   }
-  if constexpr (Target::kWritesFloat8) {
-    const int lane = ptx::lane_id();
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = block_row + half * 8 + lane / 4;
-#pragma unroll
-      for (int n = 0; n < kColumns / 8; ++n) {
-        float values[2] = {state.o[b][n][2 * half] * inverse[half], state.o[b][n][2 * half + 1] * inverse[half]};
-        target.transform(values, row, n * 8 + lane % 4 * 2);
-        *reinterpret_cast<uint16_t*>(staged + Tile::offset(row, n / 2) + n % 2 * 8 + lane % 4 * 2) =
-            static_cast<uint16_t>(Element::pack(values[0], values[1]));
-      }
-    }
-    return;
-  }
-  const uint32_t fragments =
-      ptx::shared_address(staged) + block_row * Tile::kRowBytes + Tile::rows_first(ptx::lane_id());
+  const uint32_t fragments = ptx::shared_address(staged) + block_row * Tile::kRowBytes + Tile::rows_first(lane);
 #pragma unroll
   for (int n = 0; n < kColumns / 8; n += 2) {
     uint32_t pairs[4];
@@ -63,7 +54,7 @@ __device__ __forceinline__ void stage_rows(const WarpState<Multiplied, kColumns,
     for (int i = 0; i < 4; ++i) {
       float values[2] = {state.o[b][n + i / 2][i % 2 * 2] * inverse[i % 2],
                          state.o[b][n + i / 2][i % 2 * 2 + 1] * inverse[i % 2]};
-      target.transform(values, block_row + i % 2 * 8 + ptx::lane_id() / 4, (n + i / 2) * 8 + ptx::lane_id() % 4 * 2);
+      target.transform(values, block_row + i % 2 * 8 + lane / 4, (n + i / 2) * 8 + lane % 4 * 2);
       pairs[i] = Element::pack(values[0], values[1]);
     }
     ptx::stmatrix_x4(Tile::block(fragments, 0, n / 2), pairs);

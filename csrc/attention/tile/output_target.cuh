@@ -7,7 +7,6 @@
 #include "common/elements.cuh"
 #include "common/math.h"
 #include "common/ptx/math.cuh"
-#include "planner/schedule.h"
 
 namespace attn {
 

@@ -7,7 +7,6 @@
 
 #include "common/elements.cuh"
 #include "common/ptx/copy.cuh"
-#include "common/ptx/math.cuh"
 #include "common/ptx/warp.cuh"
 #include "sampling/sampling.h"
 

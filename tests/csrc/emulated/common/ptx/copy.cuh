@@ -93,23 +93,22 @@ struct EncodedTensor {
 };
 static_assert(sizeof(EncodedTensor) <= sizeof(TensorMap));
 constexpr uint64_t kEncodedMark = 0x7e4506;
-constexpr uint32_t kBoxRowBytes = 128;
+constexpr int32_t kBoxRowBytes = 128;
 
-inline uint32_t element_bytes(const Tensor4d& tensor) { return static_cast<uint32_t>(bytes_of(tensor.dtype)); }
+inline int32_t element_bytes(const Tensor4d& tensor) { return bytes_of(tensor.dtype); }
 
 /// In the place of the driver's: refuses what cuTensorMapEncodeTiled refuses.
 inline bool encode(const Tensor4d& tensor, TensorMap& map) {
-  constexpr uint64_t kUnit = 16, kMaxSize = uint64_t{1} << 32, kMaxStride = uint64_t{1} << 40;
-  if (tensor.swizzle != Swizzle::k128) emulation::fail("only the swizzle of 128 bytes is emulated");
-  if (reinterpret_cast<uintptr_t>(tensor.data) % kUnit != 0 || tensor.box[0] * element_bytes(tensor) != kBoxRowBytes)
+  constexpr int64_t kMaxSize = int64_t{1} << 32, kMaxStride = int64_t{1} << 40;
+  if (reinterpret_cast<uintptr_t>(tensor.data) % 16 != 0 || tensor.box[0] * element_bytes(tensor) != kBoxRowBytes)
     return false;
   for (int i = 0; i < 4; ++i) {
-    if (tensor.sizes[i] == 0 || tensor.sizes[i] > kMaxSize || tensor.box[i] == 0 || tensor.box[i] > 256) return false;
+    if (tensor.sizes[i] <= 0 || tensor.sizes[i] > kMaxSize || tensor.box[i] <= 0 || tensor.box[i] > 256) return false;
   }
   for (int i = 0; i < 3; ++i) {
     if (tensor.strides[i] < 0) return false;
-    const uint64_t bytes = static_cast<uint64_t>(tensor.strides[i]) * element_bytes(tensor);
-    if (tensor.sizes[i + 1] > 1 && (bytes % kUnit != 0 || bytes >= kMaxStride)) return false;
+    const int64_t bytes = tensor.strides[i] * element_bytes(tensor);
+    if (tensor.sizes[i + 1] > 1 && (bytes % 16 != 0 || bytes >= kMaxStride)) return false;
   }
   const EncodedTensor encoded{kEncodedMark, tensor};
   std::memcpy(&map, &encoded, sizeof(encoded));
@@ -135,7 +134,7 @@ struct Box {
     if (shared + bytes() > emulation::shared_bytes) emulation::fail("a box reaches beyond shared memory");
   }
 
-  uint32_t bytes() const { return kBoxRowBytes * tensor.box[1] * tensor.box[2] * tensor.box[3]; }
+  uint32_t bytes() const { return static_cast<uint32_t>(kBoxRowBytes * tensor.box[1] * tensor.box[2] * tensor.box[3]); }
 
   /// Calls visit(address of an element in shared memory, element of the tensor or nullptr) for each.
   template <class Visit>
@@ -145,7 +144,8 @@ struct Box {
     for (; i[3] < tensor.box[3]; ++i[3], i[2] = 0) {
       for (; i[2] < tensor.box[2]; ++i[2], i[1] = 0) {
         for (; i[1] < tensor.box[1]; ++i[1], i[0] = 0) {
-          for (; i[0] < tensor.box[0]; ++i[0], address += element_bytes(tensor)) visit(swizzled(address), element(i));
+          for (; i[0] < tensor.box[0]; ++i[0], address += static_cast<uint32_t>(element_bytes(tensor)))
+            visit(swizzled(address), element(i));
         }
       }
     }
@@ -156,7 +156,7 @@ struct Box {
     int64_t offset = first[0] + i[0];
     for (int dim = 0; dim < 4; ++dim) {
       const int64_t at = first[dim] + i[dim];
-      if (at < 0 || at >= static_cast<int64_t>(tensor.sizes[dim])) return nullptr;
+      if (at < 0 || at >= tensor.sizes[dim]) return nullptr;
       if (dim > 0) offset += at * tensor.strides[dim - 1];
     }
     return static_cast<char*>(const_cast<void*>(tensor.data)) + offset * element_bytes(tensor);
@@ -173,7 +173,7 @@ inline void copy_box(uint32_t shared, const TensorMap& map, uint32_t barrier, in
   std::memset(emulation::shared_memory + shared, emulation::kUnwritten, box.bytes());
   emulation::replace_shared(shared, box.bytes());
   emulation::begin_work([box, barrier] {
-    box.for_each([bytes = element_bytes(box.tensor)](uint32_t address, const char* element) {
+    box.for_each([bytes = static_cast<size_t>(element_bytes(box.tensor))](uint32_t address, const char* element) {
       const uint16_t zero = 0;
       std::memcpy(emulation::shared_memory + address,
                   element == nullptr ? reinterpret_cast<const char*>(&zero) : element, bytes);
@@ -230,9 +230,10 @@ inline void bulk_commit() {
 inline void bulk_wait_read() {
   Stores& stores = stores_of_threads[emulation::fiber()];
   for (size_t i = 0; i < stores.committed; ++i) {
-    stores.boxes[i].for_each([bytes = element_bytes(stores.boxes[i].tensor)](uint32_t address, char* element) {
-      if (element != nullptr) std::memcpy(element, emulation::shared_memory + address, bytes);
-    });
+    stores.boxes[i].for_each(
+        [bytes = static_cast<size_t>(element_bytes(stores.boxes[i].tensor))](uint32_t address, char* element) {
+          if (element != nullptr) std::memcpy(element, emulation::shared_memory + address, bytes);
+        });
   }
   stores.boxes.erase(stores.boxes.begin(), stores.boxes.begin() + static_cast<ptrdiff_t>(stores.committed));
   stores.committed = 0;
