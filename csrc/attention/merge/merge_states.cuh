@@ -97,11 +97,10 @@ __device__ __forceinline__ void merge_states(const MergeStatesParams& p) {
     const int32_t row = static_cast<int32_t>(pair / p.num_heads);
     const int32_t head = static_cast<int32_t>(pair - static_cast<int64_t>(row) * p.num_heads);
     if (p.mask != nullptr && p.mask[row] == 0) continue;
-    if (in_vectors) {
+    if (in_vectors)
       merge_states_of_row<Element, 4>(p, row, head);
-    } else {
+    else
       merge_states_of_row<Element, 1>(p, row, head);
-    }
   }
 }
 

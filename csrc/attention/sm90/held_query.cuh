@@ -53,15 +53,7 @@ struct HeldQuery {
   /// Registers i = half and half + 2 of each block have row `half` of the lane. A power of 2 brings its largest number
   /// to [2^14, 2^15): f16 then holds all 8 bits of those that are not below 2^-17.
   __device__ __forceinline__ void convert_row(int half) {
-    uint32_t largest = 0;  // bits of a bf16
-#pragma unroll
-    for (int d = 0; d < kQkColumns / 16; ++d) {
-#pragma unroll
-      for (int i = half; i < 4; i += 2)
-        largest = max_of(largest, max_of(rows[d][i] & 0x7fffu, rows[d][i] >> 16 & 0x7fffu));
-    }
-    largest = max_of(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-    largest = max_of(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+    const uint32_t largest = largest_magnitude(rows, half);                                     // bits of a bf16
     const int32_t exponent = min_of(127 + 14 + 127 - static_cast<int32_t>(largest >> 7), 253);  // biased
     const float factor = __uint_as_float(static_cast<uint32_t>(exponent) << 23);
     to_score[half] = __uint_as_float(static_cast<uint32_t>(254 - exponent) << 23);

@@ -69,15 +69,7 @@ struct IntegerQuery {
  private:
   /// Sets to_score of row `half` of the lane, and returns its inverse. Rows with infinities or NaN have scores of NaN.
   __device__ __forceinline__ float find_factor(const uint32_t (&rows)[2 * kDepth][4], int half) {
-    uint32_t largest = 0;  // bits of an Element
-#pragma unroll
-    for (int d = 0; d < 2 * kDepth; ++d) {
-#pragma unroll
-      for (int i = half; i < 4; i += 2)
-        largest = max_of(largest, max_of(rows[d][i] & 0x7fffu, rows[d][i] >> 16 & 0x7fffu));
-    }
-    largest = max_of(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-    largest = max_of(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+    const uint32_t largest = largest_magnitude(rows, half);
     const int32_t exponent = static_cast<int32_t>(__float_as_uint(Element::unpack(largest)) >> 23);  // biased
     const int32_t factor = min_of(127 + 14 + 127 - exponent, 253);
     to_score[half] = __uint_as_float(exponent == 255 ? 0x7fffffffu : static_cast<uint32_t>(254 - factor) << 23);

@@ -30,15 +30,8 @@ __device__ __forceinline__ void store_rows(const TmaParams& params, const State&
   const int lane = ptx::lane_id();
   float inverse[2];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float sum = state.row_sum(0, half);
-    inverse[half] = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
-    if (target.has_sinks()) {
-      const int32_t tile_row = first_row + half * 8 + lane / 4;
-      inverse[half] = target.end_row_with_sink(state.maximum[0][half] * state.scale, sum, tile_row).factor;
-    }
-    if constexpr (Target::kHasScales) inverse[half] = target.with_scale(inverse[half], first_row + half * 8 + lane / 4);
-  }
+  for (int half = 0; half < 2; ++half)
+    inverse[half] = end_of_row(state, target, 0, half, first_row + half * 8 + lane / 4).factor;
   stage_rows<Tile>(state, target, 0, inverse, first_row, staged);
   ptx::fence_async_proxy();
   __syncwarp();
@@ -64,11 +57,10 @@ __device__ __forceinline__ void write_rows(const TmaParams& params, const WorkIt
                                            char* q) {
   const ItemTarget<Traits> target(params.attention, item, SharedMemory<Traits>::requests(item));
   if constexpr (Traits::Variant::kRotates) rotate_back<Traits::Shape::kV, false>(state);
-  if (!is_box(params, target, first_row)) {  // the frequent way second: ptxas spilled otherwise
+  if (!is_box(params, target, first_row))  // the frequent way second: ptxas spilled otherwise
     write_warp_rows<OTile<Traits>>(state, target, first_row, q);
-  } else {
+  else
     store_rows<OTile<Traits>>(params, state, target, first_row, q);
-  }
 }
 
 }  // namespace attn::sm90

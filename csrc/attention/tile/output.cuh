@@ -119,6 +119,19 @@ __device__ __forceinline__ void write_partial_rows(const WarpState<Multiplied, k
   }
 }
 
+/// The end of a row of a warp that has seen all tokens of the item; its factor includes V's scale. `tile_row`: its
+/// number in the tile.
+template <class Multiplied, int kColumns, int kRowBlocks, class Target>
+__device__ __forceinline__ RowEnd end_of_row(const WarpState<Multiplied, kColumns, kRowBlocks>& state,
+                                             const Target& target, int b, int half, int32_t tile_row) {
+  const float sum = state.row_sum(b, half);
+  const float base = state.maximum[b][half] * state.scale;
+  RowEnd end{sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f, state_lse(base, sum)};
+  if (target.has_sinks()) end = target.end_row_with_sink(base, sum, tile_row);
+  if constexpr (Target::kHasScales) end.factor = target.with_scale(end.factor, tile_row);
+  return end;
+}
+
 /// Writes the rows of a warp that has seen all tokens of the item. Complete rows go through the warp's own rows of
 /// `staged`, a tile of layout Tile. kFourColumns: as in stage_rows().
 template <class Tile, bool kFourColumns = false, class Multiplied, int kColumns, int kRowBlocks, class Target>
@@ -133,12 +146,8 @@ __device__ __forceinline__ void write_warp_rows(WarpState<Multiplied, kColumns, 
     float inverse[2], lse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float sum = state.row_sum(b, half);
-      const float base = state.maximum[b][half] * state.scale;
-      RowEnd end{sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f, state_lse(base, sum)};
-      if (target.has_sinks()) end = target.end_row_with_sink(base, sum, block_row + half * 8 + lane / 4);
+      const RowEnd end = end_of_row(state, target, b, half, block_row + half * 8 + lane / 4);
       inverse[half] = end.factor;
-      if constexpr (Target::kHasScales) inverse[half] = target.with_scale(end.factor, block_row + half * 8 + lane / 4);
       lse[half] = __shfl_sync(0xffffffffu, end.lse, lane % 8 * 4);
     }
     const auto store_lse = [&] {

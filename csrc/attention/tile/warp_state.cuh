@@ -326,6 +326,21 @@ struct WarpState {
   __device__ __forceinline__ float row_sum(int b, int half) const { return ptx::quad_add(sum[b][half]); }
 };
 
+/// The largest magnitude in row `half` of a lane's, of rows of 16-bit elements that load_query() has loaded: their
+/// bits.
+template <int kSteps>
+__device__ __forceinline__ uint32_t largest_magnitude(const uint32_t (&rows)[kSteps][4], int half) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (int d = 0; d < kSteps; ++d) {
+#pragma unroll
+    for (int i = half; i < 4; i += 2)
+      largest = max_of(largest, max_of(rows[d][i] & 0x7fffu, rows[d][i] >> 16 & 0x7fffu));
+  }
+  largest = max_of(largest, __shfl_xor_sync(ptx::kAllLanes, largest, 1));
+  return max_of(largest, __shfl_xor_sync(ptx::kAllLanes, largest, 2));
+}
+
 /// Rows of Q for dequantized_scores(). `q`: the lane's address in the warp's first rows (four_columns()).
 template <class QTile>
 __device__ __forceinline__ void load_query(uint32_t (&a)[4], uint32_t q, int b, int d) {

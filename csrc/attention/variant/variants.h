@@ -273,11 +273,8 @@ struct StandardVariant : VariantBase {
 /// Whether logits() is to be called; uniform over a launch. Only the standard variant says so at run time.
 template <class Variant>
 ATTN_HD constexpr bool transforms_logits(const Variant& variant) {
-  if constexpr (Variant::kIsStandard) {
-    return variant.cap > 0.0f;
-  } else {
-    return VariantHooks<Variant>::kLogits || !Variant::kUsesSoftmax;
-  }
+  if constexpr (Variant::kIsStandard) return variant.cap > 0.0f;
+  return VariantHooks<Variant>::kLogits || !Variant::kUsesSoftmax;
 }
 
 }  // namespace attn

@@ -5,6 +5,14 @@
 
 namespace attn::ptx {
 
+/// c += a b.
+#define ATTN_MMA(name, Sum, sum, instruction)                                                                       \
+  __device__ __forceinline__ void name(Sum(&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {              \
+    asm volatile("mma.sync.aligned." instruction " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+                 : sum(c[0]), sum(c[1]), sum(c[2]), sum(c[3])                                                       \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                   \
+  }
+
 // --- mma.sync m16n8k16, float32 accumulators
 //
 // Lane (g, t) = (lane / 4, lane % 4) holds
@@ -13,21 +21,8 @@ namespace attn::ptx {
 // - of B (16 x 8): in b0 rows 2t and 2t + 1 of column g; in b1 rows 2t + 8 and 2t + 9 of column g;
 // - of C (16 x 8): in c[0] and c[1] row g, columns 2t and 2t + 1; in c[2] and c[3] row g + 8.
 
-__device__ __forceinline__ void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ void mma_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
+ATTN_MMA(mma_bf16, float, "+f", "m16n8k16.row.col.f32.bf16.bf16.f32")
+ATTN_MMA(mma_f16, float, "+f", "m16n8k16.row.col.f32.f16.f16.f32")
 
 // --- mma.sync m16n8k32, int32 accumulators. Each word has four neighboring elements of 8 bits.
 //
@@ -37,19 +32,9 @@ __device__ __forceinline__ void mma_f16(float (&c)[4], const uint32_t (&a)[4], u
 // - of B (32 x 8): in b0 rows 4t to 4t + 3 of column g; in b1 rows from 4t + 16 on of column g;
 // - of C: as above.
 
-__device__ __forceinline__ void mma_s8_s8(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ void mma_u8_s8(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
+ATTN_MMA(mma_s8_s8, int32_t, "+r", "m16n8k32.row.col.s32.s8.s8.s32")
+ATTN_MMA(mma_u8_s8, int32_t, "+r", "m16n8k32.row.col.s32.u8.s8.s32")
+#undef ATTN_MMA
 
 // --- ldmatrix, stmatrix: four 8x8 matrices of 16-bit elements from shared memory into the fragments of a warp, and
 // back.

@@ -132,14 +132,12 @@ __device__ __forceinline__ void first_bits(int64_t seed, int64_t position, int32
     set_counter(b, position, race_block(lane_token<Source>(segment, next)), kDrawStream);
     philox_pair<kUnrolled>(seed, a, b);
     if constexpr (Source::kVectorTokens == 4) {  // a block's tokens are in two of this lane's vectors
-
 #pragma unroll
       for (int32_t w = 0; w < 4; ++w) {
         words[w] = a[w];
         words[4 + w] = b[w];
       }
     } else {  // in vectors of two lanes
-
       const bool is_first = race_word(lane_token<Source>(segment, i)) == 0;
       words[i / 2] = is_first ? a[0] : a[2];
       words[i / 2 + 1] = is_first ? a[1] : a[3];
