@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     )
     from .kernels.selection import SelectedTokens, selected_slots
     from .kernels.states import merge_state, merge_states
-    from .metadata import BSRView, Composition, KVCache, PageTable
+    from .metadata import BlockScales, BSRView, Composition, KVCache, PageTable
     from .variants import Param, Variant, packbits, segment_packbits
 
 __all__ = [
     "Attention",
     "BSRView",
+    "BlockScales",
     "Composition",
     "KVCache",
     "PageTable",
@@ -62,7 +63,7 @@ _HOMES = {
     "Attention": ".kernels.attention",
     **dict.fromkeys(("Rotary", "append_kv", "append_mla_kv", "append_qkv", "rotate_qk"), ".kernels.append"),
     **dict.fromkeys(("merge_state", "merge_states"), ".kernels.states"),
-    **dict.fromkeys(("BSRView", "Composition", "KVCache", "PageTable"), ".metadata"),
+    **dict.fromkeys(("BSRView", "BlockScales", "Composition", "KVCache", "PageTable"), ".metadata"),
     **dict.fromkeys(("SelectedTokens", "selected_slots"), ".kernels.selection"),
     **dict.fromkeys(("Param", "Variant", "packbits", "segment_packbits"), ".variants"),
 }

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     variant.add_argument(
         "--token-scales",
         action="store_true",
-        help="the cache has a scale for each token and head; always so with int4. Also without --variant",
+        help="the cache has a scale for each token and head; always so with 4 bits. Also without --variant",
     )
     variant.add_argument(
         "--rotation", action="store_true", help="the cache's rows are rotated. Also without --variant"
@@ -140,7 +140,7 @@ def _check_combinations(arguments: argparse.Namespace) -> None:
     """
     if arguments.float8_q and arguments.kv_dtype not in manifest.KV_ELEMENT_NAMES:
         raise ValueError("--float8-q is given, must come with --kv-dtype of 8 bits")
-    arguments.token_scales |= arguments.kv_dtype == "int4"
+    arguments.token_scales |= arguments.kv_dtype in manifest.FOUR_BIT_NAMES
     has_token_scales = arguments.token_scales and arguments.kv_dtype in manifest.TOKEN_ELEMENT_NAMES
     if (arguments.token_scales or arguments.kv_dtype == "int8") and not has_token_scales:
         kv_dtypes = " or ".join(manifest.TOKEN_ELEMENT_NAMES)

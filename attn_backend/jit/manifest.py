@@ -112,7 +112,7 @@ class HeadDims(NamedTuple):
             return False
         if kv_element == "latent":
             return self == MLA_HEAD_DIMS
-        if kv_element == "int4_tokens" and any(dim % 32 for dim in self):
+        if any(dim % FOUR_BIT_COLUMNS.get(kv_element or "", 1) for dim in self):
             return False
         return self.runs_on_cuda and not (self.is_wide and kv_element in TOKEN_ELEMENTS)
 
@@ -142,7 +142,7 @@ FLOAT8_Q_TEXT = f"None, or dtype, with heads of more than {_MAX_CUDA_HEAD_DIM} c
 ROTATION_TEXT = f"at most {MAX_ROTATED_COLUMNS} with rotation"
 TOKEN_SCALES_TEXT = (
     f"at most {_MAX_CUDA_HEAD_DIM} on CUDA over a cache with a scale for each token and head, and a multiple "
-    f"of 32 over int4"
+    f"of 32 over int4, of 64 over FP4"
 )
 LATENT_HEAD_DIMS_TEXT = (
     "another one: rows of DeepSeek V3.2's latents are for head_dim = 576, head_dim_v = 512"
@@ -153,13 +153,21 @@ CUDA_ELEMENTS = {"bf16": "BFloat16", "f16": "Float16"}
 STATE_ELEMENTS = {"f32": "Float32State"} | CUDA_ELEMENTS
 ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # keys are torch's names
 # Elements of caches with scales, narrower than Q's (or the same under float8_q). latent: MLA, scales per row.
-# _tokens: scales per token and head.
-TOKEN_ELEMENTS = {"e4m3_tokens": "Float8E4M3", "int8_tokens": "Int8", "int4_tokens": "Int4"}
+# _tokens: scales per token and head; of nvfp4 and mxfp4 also per 16 columns.
+TOKEN_ELEMENTS = {
+    "e4m3_tokens": "Float8E4M3",
+    "int8_tokens": "Int8",
+    "int4_tokens": "Int4",
+    "nvfp4": "NvFp4",
+    "mxfp4": "MxFp4",
+}
+FOUR_BIT_COLUMNS = {"int4_tokens": 32, "nvfp4": 64, "mxfp4": 64}  # heads have a multiple
 DEQUANTIZED_ELEMENTS = {"e4m3": "Float8E4M3", "e5m2": "Float8E5M2"} | TOKEN_ELEMENTS
 CUDA_KV_ELEMENTS = DEQUANTIZED_ELEMENTS | {"latent": "ScaledLatent"}
 KV_ELEMENT_NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "uint8": "latent"}  # by torch's names
-# With a scale for each token. int4 is no dtype of torch.
-TOKEN_ELEMENT_NAMES = {"float8_e4m3fn": "e4m3_tokens", "int8": "int8_tokens", "int4": "int4_tokens"}
+# With a scale for each token. torch has no 4-bit dtypes.
+FOUR_BIT_NAMES = {"int4": "int4_tokens", "nvfp4": "nvfp4", "fp4_mx_block16": "mxfp4"}
+TOKEN_ELEMENT_NAMES = {"float8_e4m3fn": "e4m3_tokens", "int8": "int8_tokens"} | FOUR_BIT_NAMES
 CACHE_ELEMENT_NAMES = KV_ELEMENT_NAMES | ELEMENT_NAMES
 STANDARD_VARIANTS = {"standard": "StandardVariant", "sinks": "WithSinks<attn::StandardVariant>"}
 FLOAT8_OUT = "float8_out_"  # prefix, in csrc/, of kernels with 8-bit output
@@ -181,6 +189,7 @@ SHIPPED_HEAD_DIMS = {
 SHIPPED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128, 256))  # bf16 over e4m3 caches
 # bf16 over caches with a scale for each token and head
 SHIPPED_TOKEN_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128))
+SHIPPED_TOKEN_ELEMENTS = ("e4m3_tokens", "int8_tokens", "int4_tokens")
 SHIPPED_ROTATED = ("int4_tokens",)  # these only over rotated caches, as engines have them
 # bf16, by elements of caches that are dequantized on load
 _SHIPPED_WIDENED = {"e4m3": WIDE_HEAD_DIMS, "latent": (MLA_HEAD_DIMS,)}
@@ -314,12 +323,12 @@ def merge_name(element: str, variant: str = "") -> str:
 
 def append_qkv_name(element: str, kv_element: str | None = None, rotation: bool = False) -> str:
     """element: of heads. kv_element: of a cache of another type, from kv_element_of(). One kernel
-    writes all 8-bit caches, another one all with a scale for each token and head, except for int4. rotation:
-    rotates K and V.
+    writes all 8-bit caches, another one all with a scale for each token and head, except for 4 bits.
+    rotation: rotates K and V.
     """
     of_cache = "float8" if kv_element in CUDA_KV_ELEMENTS else kv_element
     if kv_element in TOKEN_ELEMENTS:
-        of_cache = "int4" if kv_element == "int4_tokens" else "tokens"
+        of_cache = {"int4_tokens": "int4", "nvfp4": "fp4", "mxfp4": "fp4"}.get(kv_element or "", "tokens")
     return f"append_qkv_{element}{f'_{of_cache}' if of_cache else ''}{ROTATED if rotation else ''}"
 
 
@@ -694,7 +703,9 @@ def late_append(name: str) -> tuple[str, str | None, bool] | None:
         for element in CUDA_ELEMENTS
         for of_cache in of_caches
         for rotation in (False, True)
-        if rotation != (of_cache in SHIPPED_ROTATED) or (of_cache in CUDA_ELEMENTS and of_cache != element)
+        if rotation != (of_cache in SHIPPED_ROTATED)
+        or (of_cache in TOKEN_ELEMENTS and of_cache not in SHIPPED_TOKEN_ELEMENTS)
+        or (of_cache in CUDA_ELEMENTS and of_cache != element)
     )
     return next((arguments for arguments in made if append_qkv_name(*arguments) == name), None)
 
@@ -717,7 +728,8 @@ def float8_options(kv_element: str | None, float8_q: bool, float8_out: bool, rot
         if kv_element is None
         else f" --kv-dtype {kv_dtype_of(kv_element)}{' --float8-q' if float8_q else ''}"
     )
-    of_cache += " --token-scales" if kv_element in TOKEN_ELEMENTS and kv_element != "int4_tokens" else ""
+    if kv_element in TOKEN_ELEMENTS and kv_element not in FOUR_BIT_COLUMNS:
+        of_cache += " --token-scales"
     return f"{of_cache}{' --float8-out' if float8_out else ''}{' --rotation' if rotation else ''}"
 
 
@@ -767,7 +779,7 @@ def _attention_kernels() -> list[Kernel]:
                     ).values()
     for dims in SHIPPED_FLOAT8_HEAD_DIMS:
         made += attention_kernels(KernelShape("bf16", dims, "e4m3"), ("standard",))
-    for token_element in TOKEN_ELEMENTS:
+    for token_element in SHIPPED_TOKEN_ELEMENTS:
         for dims in SHIPPED_TOKEN_HEAD_DIMS:
             shape = KernelShape("bf16", dims, token_element, rotation=token_element in SHIPPED_ROTATED)
             made += attention_kernels(shape, ("standard",))
@@ -812,8 +824,10 @@ def append_qkv_kernel(element: str, kv_element: str | None = None, rotation: boo
         cache_element=CUDA_ELEMENTS.get(kv_element or "", CUDA_ELEMENTS[element]),
         rotates=str(rotation).lower(),
         rounding=(
-            "kTo4Bits"
+            "kToInt4"
             if kv_element == "int4_tokens"
+            else "kToFp4"
+            if kv_element in ("nvfp4", "mxfp4")
             else "kByTokenScales"
             if has_token_scales
             else "kByScales"

@@ -14,7 +14,13 @@ from torch.compiler import is_compiling
 
 from ..jit.manifest import append_qkv_name
 from ..metadata import KVCache
-from ..metadata.kv_cache import SCALED_DTYPES, SCALED_LATENT_DTYPE, TOKEN_SCALED_DTYPES, CacheDtype
+from ..metadata.kv_cache import (
+    SCALED_DTYPES,
+    SCALED_LATENT_DTYPE,
+    TOKEN_SCALED_DTYPES,
+    BlockScales,
+    CacheDtype,
+)
 from ..validation import (
     MAX_INT64,
     check_handle,
@@ -184,9 +190,8 @@ def append_qkv(
             table=table,
             q_norm=q_norm,
             k_norm=k_norm,
-            k_scale=kv.k_scale,
-            v_scale=kv.v_scale,
             rotation=rotation,
+            **_scale_arguments(kv),
         )
     except (
         AttributeError,
@@ -209,6 +214,16 @@ def append_qkv(
         )
         raise
     return out
+
+
+def _scale_arguments(kv: KVCache) -> dict[str, Any]:
+    """A cache's scales, as the library's functions take them."""
+    made: dict[str, Any] = {"k_scale": kv.k_scale, "v_scale": kv.v_scale}
+    for which in "kv":
+        scale = made[f"{which}_scale"]
+        if isinstance(scale, BlockScales):
+            made[f"{which}_scale"], made[f"{which}_factor"] = scale
+    return made
 
 
 _QKV_OPTIONAL = ("out", "positions", "q_norm", "k_norm")
@@ -312,8 +327,7 @@ def append_rounded(
             v_cache=None if v is None else kv.v,
             slots=slots,
             file=qkv_kernel_file(k.device, k.dtype, kv.stored_dtype, kv.has_token_scales),
-            k_scale=kv.k_scale,
-            v_scale=kv.v_scale,
+            **_scale_arguments(kv),
             is_interleaved=is_interleaved,
             positions=positions,
             table=table,
@@ -425,16 +439,17 @@ def append_kv(
         )
         if rotation or rounds:
             file = qkv_kernel_file(k_cache.device, k.dtype, kv.stored_dtype, has_token_scales, rotation)
-            options = {"rotation": rotation} if rotation else {}
-            by_name("append_kv_rounded", last="rotation" if rotation else "v_scale")(
+            options = _scale_arguments(kv)
+            if rotation:
+                options["rotation"] = rotation
+            last = next(name for name in ("v_factor", "k_factor", "rotation", "v_scale") if name in options)
+            by_name("append_kv_rounded", last=last)(
                 k=k,
                 v=v,
                 k_cache=k_cache,
                 v_cache=kv.v,
                 slots=slots,
                 file=file,
-                k_scale=kv.k_scale,
-                v_scale=kv.v_scale,
                 **options,
             )
             return

@@ -36,11 +36,12 @@ from ..jit.manifest import (
 )
 from ..metadata import BSRView, Composition
 from ..metadata.kv_cache import (
-    INT4,
-    INT4_COLUMNS,
+    FOUR_BIT_COLUMNS,
     SCALED_DTYPES,
     TOKEN_SCALED_DTYPES,
+    BlockScales,
     CacheDtype,
+    CacheScale,
     KVCache,
     Scale,
     checked_scale,
@@ -113,6 +114,8 @@ _RUN_ARGUMENTS = (
     "is_hnd",
     "k_rope",
     "out_scale",
+    "k_factor",
+    "v_factor",
 )
 _MAX_CPU_BATCH = 2**20
 _dumps = itertools.count(1)
@@ -283,7 +286,7 @@ def check_kv_dtype(
     kv_dtype: CacheDtype | None, dtype: torch.dtype, dims: HeadDims, token_scales: bool = False
 ) -> CacheDtype:
     """The cache's dtype."""
-    if kv_dtype in (torch.int8, INT4) and not token_scales:
+    if kv_dtype in (torch.int8, *FOUR_BIT_COLUMNS) and not token_scales:
         refuse("token_scales", token_scales, f"True with kv_dtype={kv_dtype!r}")
     if token_scales and kv_dtype not in TOKEN_SCALED_DTYPES:
         *others, last = map(repr, TOKEN_SCALED_DTYPES)
@@ -292,7 +295,9 @@ def check_kv_dtype(
         return dtype
     if token_scales:
         return kv_dtype
-    check_types(torch.dtype, f"a torch.dtype, {INT4!r} or None", kv_dtype=kv_dtype)
+    check_types(
+        torch.dtype, f"a torch.dtype, {', '.join(map(repr, FOUR_BIT_COLUMNS))} or None", kv_dtype=kv_dtype
+    )
     assert isinstance(kv_dtype, torch.dtype)
     if kv_dtype != dtype and kv_dtype not in KV_DTYPES and not {dtype, kv_dtype} <= DTYPE_NAMES.keys():
         others = [
@@ -301,10 +306,12 @@ def check_kv_dtype(
         ]
         refuse("kv_dtype", kv_dtype, f"None, dtype = {dtype}, {', '.join(others[:-1])} or {others[-1]}")
     if kv_dtype == torch.uint8 and (dims != MLA_HEAD_DIMS or dtype != torch.bfloat16):
+        *others, last = map(repr, FOUR_BIT_COLUMNS)
+        names = f"{', '.join(others)} or {last}"
         refuse(
             "kv_dtype",
             kv_dtype,
-            f"{LATENT_HEAD_DIMS_TEXT}, dtype = torch.bfloat16; pass {INT4!r} for bytes of two columns",
+            f"{LATENT_HEAD_DIMS_TEXT}, dtype = torch.bfloat16; pass {names} for bytes of two columns",
         )
     return kv_dtype
 
@@ -345,9 +352,10 @@ def check_token_scales(
         refuse("q_dtype", q_dtype, f"None or dtype = {dtype} with token_scales=True")
     if design is not None and dims.is_wide:
         refuse("head_dim", dims.qk, TOKEN_SCALES_TEXT)
+    step = FOUR_BIT_COLUMNS.get(kv_dtype, 1)
     for name, columns in {"head_dim": dims.qk, "head_dim_v": dims.v}.items():
-        if kv_dtype == INT4 and columns % INT4_COLUMNS:
-            refuse(name, columns, f"a multiple of {INT4_COLUMNS} with kv_dtype={INT4!r}")
+        if columns % step:
+            refuse(name, columns, f"a multiple of {step} with kv_dtype={kv_dtype!r}")
 
 
 def check_rotation(q_dtype: torch.dtype, dtype: torch.dtype, dims: HeadDims, variant: Variant | None) -> None:
@@ -597,7 +605,8 @@ class Attention:
         kv_dtype: of K and V: dtype (None), or float8_e4m3fn or float8_e5m2, which are dequantized to dtype.
             Or the other one of bfloat16 and float16, to which Q is rounded (float16: limited to 65504). Or
             torch.uint8: rows of DeepSeek V3.2's latents (`KVCache.from_latent`), for head dims 576 and 512
-            and bfloat16. Or "int4": a uint8 cache whose bytes have two columns each; implies token_scales.
+            and bfloat16. Or "int4", "nvfp4" or "fp4_mx_block16": a uint8 cache whose bytes have two columns
+            each; implies token_scales.
         device: a CUDA device or "cpu".
         max_rows: most rows of Q that a plan covers.
         max_batch: most requests (row groups) of a level.
@@ -623,8 +632,8 @@ class Attention:
         float8_out: whether runs may be given an out_scale, which makes their output float8_e4m3fn. On CUDA
             such runs need additional kernels, which are also loaded.
         token_scales: the cache has a scale for each token and head (`KVCache`): kv_dtype is float8_e4m3fn,
-            int8 or "int4", q_dtype is dtype, and on CUDA heads have up to 256 columns. Over int4 they have a
-            multiple of 32. None: True for "int4", else False.
+            int8 or a 4-bit type, q_dtype is dtype, and on CUDA heads have up to 256 columns. Over int4 they
+            have a multiple of 32, over FP4 of 64. None: True for 4-bit types, else False.
         rotation: rows of K and V were appended with rotation=True. Q is rotated, and the output back, in the
             same kernel. q_dtype is dtype, head_dim_v is head_dim, at most 256, and the variant does not
             transform Q, K, V or the output.
@@ -654,7 +663,7 @@ class Attention:
         head_dim: int,
         *,
         dtype: torch.dtype = torch.bfloat16,
-        kv_dtype: torch.dtype | Literal["int4"] | None = None,
+        kv_dtype: CacheDtype | None = None,
         device: torch.device | str = "cuda",
         max_rows: int,
         max_batch: int,
@@ -684,7 +693,7 @@ class Attention:
         design = choose_design(kernel, device, dims, variant)
         check_types(bool, "True or False", sinks=sinks, float8_out=float8_out, rotation=rotation)
         check_types((bool, NoneType), "True, False or None", token_scales=token_scales)
-        token_scales = kv_dtype == INT4 if token_scales is None else token_scales
+        token_scales = kv_dtype in FOUR_BIT_COLUMNS if token_scales is None else token_scales
         of_cache = check_kv_dtype(kv_dtype, dtype, dims, token_scales)
         q_dtype = check_q_dtype(q_dtype, dtype, of_cache, dims, design)
         if token_scales:
@@ -1122,8 +1131,8 @@ class Attention:
         logits_soft_cap: float,
         after_append: bool,
         q_rope: Tensor | None,
-        k_scale: Scale,
-        v_scale: Scale,
+        k_scale: CacheScale,
+        v_scale: CacheScale,
         q_scale: Scale,
         sinks: Tensor | None,
         lse_to_base_2: bool,
@@ -1171,6 +1180,8 @@ class Attention:
         )
         run = self._run
         if not is_plain:
+            k_scales, k_factor = k_scale if isinstance(k_scale, BlockScales) else (k_scale, None)
+            v_scales, v_factor = v_scale if isinstance(v_scale, BlockScales) else (v_scale, None)
             if sinks is not None:
                 check_handle("sinks", sinks)
             if variant is not None:
@@ -1198,14 +1209,16 @@ class Attention:
                         logits_soft_cap,
                         after_append,
                         q_rope,
-                        k_scale,
-                        v_scale,
+                        k_scales,
+                        v_scales,
                         q_scale,
                         sinks,
                         lse_to_base_2,
                         is_hnd,
                         k_rope,
                         out_scale,
+                        k_factor,
+                        v_factor,
                     )
                 break
             except RuntimeError as error:

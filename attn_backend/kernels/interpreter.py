@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..metadata import BSRView, KVCache, PageTable
-from ..metadata.kv_cache import INT4, Scale
+from ..metadata.kv_cache import BLOCK_COLUMNS, INT4, BlockScales, Scale
 from ..metadata.values import check_page_ids
 from ..validation import refuse
 from ..variants import Variant
@@ -71,7 +71,10 @@ def interpret(
     functions = variant.reference()
     assert functions is not None
     # (scales of transformed rows, scales of other rows)
-    scales = (None, None) if kv.has_token_scales else (kv.k_scale, kv.v_scale)
+    scales = tuple(
+        None if kv.has_token_scales or isinstance(scale, BlockScales) else scale
+        for scale in (kv.k_scale, kv.v_scale)
+    )
     k_scales = (scales[0], None) if variant.has_key else (None, scales[0])
     v_scales = (scales[1], None) if variant.has_value else (None, scales[1])
     q_scales = (q_scale, None) if variant.has_query else (None, q_scale)
@@ -101,6 +104,9 @@ def interpret(
                 if kv.stored_dtype == INT4:
                     k_rows, k_scale = _int4_rows(k_rows, k_scale)
                     v_rows, v_scale = _int4_rows(v_rows, v_scale)
+                if isinstance(kv.k_scale, BlockScales) and isinstance(kv.v_scale, BlockScales):
+                    k_rows, k_scale = _fp4_rows(k_rows, kv.k_scale, page, place)
+                    v_rows, v_scale = _fp4_rows(v_rows, kv.v_scale, page, place)
                 k, v = k_rows.double() * k_scale.double(), v_rows.double() * v_scale.double()
                 if back is not None:
                     k, v = k @ back, v @ back
@@ -141,6 +147,17 @@ def _int4_rows(rows: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
     bits = stored.view(torch.int32)
     columns = torch.stack([rows & 15, rows >> 4], dim=-1).flatten(-2)
     return columns.int() - (bits & 15), (bits & ~15).view(torch.float32)
+
+
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def _fp4_rows(rows: Tensor, scales: BlockScales, page: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of an FP4 cache, [..., columns], and the scales of their columns."""
+    columns = torch.stack([rows & 15, rows >> 4], dim=-1).flatten(-2)
+    blocks = scales.blocks[page, place]
+    of_blocks = torch.exp2(blocks.double() - 127) if blocks.dtype == torch.uint8 else blocks.double()
+    return _E2M1[columns.long()], of_blocks.repeat_interleave(BLOCK_COLUMNS, -1) * scales.factor
 
 
 def _of_heads(scale: Scale, requests: Tensor, num_kv_heads: int) -> Tensor:

@@ -17,7 +17,7 @@ import tvm_ffi
 from ..jit import manifest
 from ..jit.code_address import RejectedKernelError
 from ..jit.cubins import arch_of, find_kernel
-from ..metadata.kv_cache import INT4, CacheDtype
+from ..metadata.kv_cache import INT4, MXFP4, NVFP4, CacheDtype
 from ..validation import dtype_name
 
 # Names of dtypes in the manifest, which are parts of cubins' names.
@@ -29,7 +29,14 @@ DTYPES = {torch.float32: "kFloat32"} | {
     dtype: f"k{manifest.CUDA_ELEMENTS[element]}" for dtype, element in DTYPE_NAMES.items()
 }
 KV_DTYPES = {dtype: f"k{manifest.CUDA_KV_ELEMENTS[element]}" for dtype, element in KV_DTYPE_NAMES.items()}
-ALL_DTYPES: dict[CacheDtype, str] = {**DTYPES, **KV_DTYPES, torch.int8: "kInt8", INT4: "kInt4"}
+ALL_DTYPES: dict[CacheDtype, str] = {
+    **DTYPES,
+    **KV_DTYPES,
+    torch.int8: "kInt8",
+    INT4: "kInt4",
+    NVFP4: "kNvFp4",
+    MXFP4: "kMxFp4",
+}
 
 
 def kv_element_of(kv_dtype: CacheDtype | None, dtype: torch.dtype, token_scales: bool = False) -> str | None:

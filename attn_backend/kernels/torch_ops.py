@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from ..metadata import KVCache
-from ..metadata.kv_cache import checked_scale
+from ..metadata.kv_cache import BlockScales, checked_scale
 from ..validation import MAX_INT64, check_plain, check_types, refuse
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ def know(handle: int, attention: Attention) -> None:
 def _written_scales(kv: KVCache) -> tuple[Any, ...]:
     """What append's operators take: _scales_of(), and the scales of each token and head, which they write."""
     if kv.has_token_scales:
-        return None, None, None, None, kv.k_scale, kv.v_scale
+        (k_scale, k_factor), (v_scale, v_factor) = _split(kv.k_scale), _split(kv.v_scale)
+        return None, k_factor, None, v_factor, k_scale, v_scale
     return *_scales_of(kv), None, None
 
 
@@ -75,13 +76,17 @@ def _scales_of(kv: KVCache) -> tuple[Tensor | None, _Number | None, Tensor | Non
     return *_split(kv.k_scale), *_split(kv.v_scale)
 
 
-def _split(value: _Number | Tensor | None) -> tuple[Tensor | None, _Number | None]:
-    """A parameter in the form that operators take: (tensor or None, number or None)."""
+def _split(value: _Number | Tensor | BlockScales | None) -> tuple[Tensor | None, _Number | None]:
+    """A parameter in the form that operators take: (tensor or None, number or None); both of BlockScales."""
+    if isinstance(value, BlockScales):
+        return value
     return (value, None) if isinstance(value, Tensor) else (None, value)
 
 
 def _joined(tensor: Tensor | None, number: _Number | None) -> Any:
     """Reverses _split()."""
+    if tensor is not None and number is not None:
+        return BlockScales(tensor, number)
     return number if tensor is None else tensor
 
 

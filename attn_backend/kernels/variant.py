@@ -26,7 +26,7 @@ from ..jit import compilers, cubins, manifest
 from ..jit.manifest import HeadDims
 from ..jit.progress import warn_once
 from ..metadata import BSRView, KVCache
-from ..metadata.kv_cache import CacheDtype, Scale
+from ..metadata.kv_cache import CacheDtype, CacheScale, Scale
 from ..settings import Settings
 from ..validation import dtype_name, refuse
 from ..variants import Variant, builtin
@@ -278,7 +278,7 @@ class AttentionVariant:
         return causal, min(windows, default=-1)
 
     def check_scales(
-        self, k_scale: Scale, v_scale: Scale, levels: Sequence[BSRView], is_shared: bool
+        self, k_scale: CacheScale, v_scale: CacheScale, levels: Sequence[BSRView], is_shared: bool
     ) -> None:
         """Refuses per-request scales if several requests share a transformed token, because transforms see
         scaled values. is_shared: plan looks for prefixes.

@@ -3,7 +3,7 @@
 Only data: nothing here computes, or depends on an engine.
 """
 
-from .kv_cache import KVCache
+from .kv_cache import BlockScales, KVCache
 from .views import BSRView, Composition, PageTable
 
-__all__ = ["BSRView", "Composition", "KVCache", "PageTable"]
+__all__ = ["BSRView", "BlockScales", "Composition", "KVCache", "PageTable"]

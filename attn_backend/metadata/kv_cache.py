@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,17 +22,38 @@ from ..validation import (
 
 _Views = TypeVar("_Views")
 SCALED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)  # of caches with separate scales
-INT4: Literal["int4"] = "int4"  # stored as uint8; torch has no such dtype
-CacheDtype = torch.dtype | Literal["int4"]
-# Of caches with a scale for each token and head.
-TOKEN_SCALED_DTYPES: tuple[CacheDtype, ...] = (torch.float8_e4m3fn, torch.int8, INT4)
-INT4_COLUMNS = 32  # head_dim is a multiple
+# Stored as uint8, two columns in a byte; torch has no such dtypes.
+INT4: Literal["int4"] = "int4"
+NVFP4: Literal["nvfp4"] = "nvfp4"
+MXFP4: Literal["fp4_mx_block16"] = "fp4_mx_block16"
+CacheDtype = torch.dtype | Literal["int4", "nvfp4", "fp4_mx_block16"]
+BLOCK_COLUMNS = 16  # of a scale of BlockScales
+# By 4-bit dtype; head_dim is a multiple.
+FOUR_BIT_COLUMNS: dict[CacheDtype, int] = {INT4: 32, NVFP4: 64, MXFP4: 64}
+# Of caches with a scale for each token and head, or with BlockScales.
+TOKEN_SCALED_DTYPES: tuple[CacheDtype, ...] = (torch.float8_e4m3fn, torch.int8, *FOUR_BIT_COLUMNS)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, *SCALED_DTYPES, torch.int8)
 _DTYPES_TEXT = "bfloat16, float16, float32, float8_e4m3fn, float8_e5m2 or int8"
 # Rows of MLA latents that include their scales, as in DeepSeek V3.2: 512 e4m3 numbers, 4 float32 scales, 64
 # bf16 numbers.
 SCALED_LATENT_DTYPE, SCALED_LATENT_BYTES, SCALED_LATENT_DIMS = torch.uint8, 656, (576, 512)
+
+
+class BlockScales(NamedTuple):
+    """Scales of an FP4 cache, one for 16 columns of a token's head.
+
+    Attributes:
+        blocks: [pages, page_size, num_kv_heads, head_dim / 16], last dimension contiguous. float8_e4m3fn:
+            NVFP4. uint8: exponents of powers of 2, plus 127, as in the OCP MX formats.
+        factor: multiplies all of them. NVFP4's scale of the tensor.
+    """
+
+    blocks: Tensor
+    factor: float = 1.0
+
+
 Scale = Tensor | float | None
+CacheScale = Scale | BlockScales
 _LEAST_FLOAT, _MAX_FLOAT = 2.0**-149, torch.finfo(torch.float32).max
 
 
@@ -56,6 +77,9 @@ class KVCache:
     [pages, page_size, num_kv_heads, head_dim / 2]. The lowest 4 bits of a scale hold a zero point z. A number
     c stands for scale * (c - z), without these bits in the scale. head_dim is a multiple of 32.
 
+    uint8 with BlockScales is FP4: e2m1 numbers, packed like int4's, times the scale of their block and its
+    factor. Append computes the scales of blocks, and reads the factor. head_dim is a multiple of 64.
+
     Raises:
         ValueError: K or V of another dtype or dimension, K and V that do not match, a head_dim that is not
             contiguous, invalid scales, or scales for a cache without scales.
@@ -63,12 +87,12 @@ class KVCache:
 
     k: Tensor
     v: Tensor
-    k_scale: Scale = None
-    v_scale: Scale = None
+    k_scale: CacheScale = None
+    v_scale: CacheScale = None
 
     @classmethod
     def from_tensor(
-        cls, kv: Tensor, layout: str = "NHD", *, k_scale: Scale = None, v_scale: Scale = None
+        cls, kv: Tensor, layout: str = "NHD", *, k_scale: CacheScale = None, v_scale: CacheScale = None
     ) -> KVCache:
         """kv: NHD [pages, 2, page_size, num_kv_heads, head_dim], HND [pages, 2, num_kv_heads, page_size,
         head_dim].
@@ -81,7 +105,13 @@ class KVCache:
 
     @classmethod
     def from_pair(
-        cls, k: Tensor, v: Tensor, layout: str = "NHD", *, k_scale: Scale = None, v_scale: Scale = None
+        cls,
+        k: Tensor,
+        v: Tensor,
+        layout: str = "NHD",
+        *,
+        k_scale: CacheScale = None,
+        v_scale: CacheScale = None,
     ) -> KVCache:
         """k, v: NHD [pages, page_size, num_kv_heads, head_dim], HND [pages, num_kv_heads, page_size,
         head_dim]; v may differ in the last dimension.
@@ -92,7 +122,7 @@ class KVCache:
 
     @classmethod
     def from_packed(
-        cls, kv: Tensor, layout: str = "HND", *, k_scale: Scale = None, v_scale: Scale = None
+        cls, kv: Tensor, layout: str = "HND", *, k_scale: CacheScale = None, v_scale: CacheScale = None
     ) -> KVCache:
         """K and V concatenated in the last dimension.
 
@@ -107,7 +137,13 @@ class KVCache:
 
     @classmethod
     def from_slots(
-        cls, k: Tensor, v: Tensor, page_size: int = 1, *, k_scale: Scale = None, v_scale: Scale = None
+        cls,
+        k: Tensor,
+        v: Tensor,
+        page_size: int = 1,
+        *,
+        k_scale: CacheScale = None,
+        v_scale: CacheScale = None,
     ) -> KVCache:
         """k, v: [slots, num_kv_heads, head_dim]; v may differ in the last dimension.
 
@@ -120,12 +156,14 @@ class KVCache:
         return cls(_pages_of_slots("k", k, page_size), _pages_of_slots("v", v, page_size), k_scale, v_scale)
 
     @classmethod
-    def from_ragged(cls, k: Tensor, v: Tensor, *, k_scale: Scale = None, v_scale: Scale = None) -> KVCache:
+    def from_ragged(
+        cls, k: Tensor, v: Tensor, *, k_scale: CacheScale = None, v_scale: CacheScale = None
+    ) -> KVCache:
         """k, v: [tokens, num_kv_heads, head_dim], for `PageTable.ragged`; page_size is 1."""
         return cls.from_slots(k, v, 1, k_scale=k_scale, v_scale=v_scale)
 
     @classmethod
-    def from_latent(cls, latent: Tensor, head_dim_v: int = 512, *, scale: Scale = None) -> KVCache:
+    def from_latent(cls, latent: Tensor, head_dim_v: int = 512, *, scale: CacheScale = None) -> KVCache:
         """The latents of multi-head latent attention. A token's row is its key for all query heads, and the
         row's first columns are its value; V is a view of K.
 
@@ -152,14 +190,18 @@ class KVCache:
         return cls(k, k[..., :head_dim_v], scale, scale)
 
     @classmethod
-    def unchecked(cls, k: Tensor, v: Tensor, k_scale: Scale = None, v_scale: Scale = None) -> KVCache:
+    def unchecked(
+        cls, k: Tensor, v: Tensor, k_scale: CacheScale = None, v_scale: CacheScale = None
+    ) -> KVCache:
         """A KVCache without the checks, in a fifth of the time: `Attention.run` and `append_kv` check shapes,
         dtypes and strides themselves.
         """
         return cls.as_given(_with_plain_strides(k), _with_plain_strides(v), k_scale, v_scale)
 
     @classmethod
-    def as_given(cls, k: Tensor, v: Tensor, k_scale: Scale = None, v_scale: Scale = None) -> KVCache:
+    def as_given(
+        cls, k: Tensor, v: Tensor, k_scale: CacheScale = None, v_scale: CacheScale = None
+    ) -> KVCache:
         """Like `unchecked`, for views whose dimensions of size 1 already have the strides of a contiguous
         tensor.
         """
@@ -168,7 +210,7 @@ class KVCache:
         fields["k"], fields["v"] = k, v
         return cache if k_scale is None and v_scale is None else cache.with_scales(k_scale, v_scale)
 
-    def with_scales(self, k_scale: Scale, v_scale: Scale) -> KVCache:
+    def with_scales(self, k_scale: CacheScale, v_scale: CacheScale) -> KVCache:
         """The same K and V with these scales, unchecked."""
         cache = object.__new__(KVCache)
         fields = cache.__dict__
@@ -184,15 +226,22 @@ class KVCache:
         Raises:
             ValueError: the page stride is not a whole number of tokens.
         """
-        scales = [
-            _pages_of_one(name, scale) if isinstance(scale, Tensor) and scale.ndim == 3 else scale
-            for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale))
-        ]
-        by_slot = KVCache.unchecked(_pages_of_one("k", self.k), _pages_of_one("v", self.v), *scales)
-        for name, scale in zip(("kv.k_scale", "kv.v_scale"), scales, strict=True):
-            if isinstance(scale, Tensor) and scale.ndim == 3 and len(scale) != by_slot.num_pages:
-                refuse(name, scale, "in pages as many tokens apart as the pages of kv.k")
-        return by_slot
+        by_slot = KVCache.unchecked(_pages_of_one("k", self.k), _pages_of_one("v", self.v))
+
+        def scale_by_slot(name: str, scale: CacheScale) -> CacheScale:
+            if isinstance(scale, BlockScales):
+                return BlockScales(tensor_by_slot(name, scale.blocks), scale.factor)
+            return tensor_by_slot(name, scale) if isinstance(scale, Tensor) and scale.ndim == 3 else scale
+
+        def tensor_by_slot(name: str, of_tokens: Tensor) -> Tensor:
+            made = _pages_of_one(name, of_tokens)
+            if len(made) != by_slot.num_pages:
+                refuse(f"kv.{name}", made, "in pages as many tokens apart as the pages of kv.k")
+            return made
+
+        return by_slot.with_scales(
+            scale_by_slot("k_scale", self.k_scale), scale_by_slot("v_scale", self.v_scale)
+        )
 
     @property
     def num_pages(self) -> int:
@@ -221,11 +270,11 @@ class KVCache:
     def head_dim(self) -> int:
         if self.dtype == SCALED_LATENT_DTYPE and not self.has_token_scales:
             return SCALED_LATENT_DIMS[0]
-        return self.k.shape[3] * (2 if self.stored_dtype == INT4 else 1)
+        return self.k.shape[3] * (2 if self.stored_dtype in FOUR_BIT_COLUMNS else 1)
 
     @property
     def head_dim_v(self) -> int:
-        return self.v.shape[3] * (2 if self.stored_dtype == INT4 else 1)
+        return self.v.shape[3] * (2 if self.stored_dtype in FOUR_BIT_COLUMNS else 1)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -233,8 +282,14 @@ class KVCache:
 
     @property
     def stored_dtype(self) -> CacheDtype:
-        """The dtype; INT4 of an int4 cache, whose bytes are uint8. `Attention` takes it as kv_dtype."""
-        return INT4 if self.dtype == torch.uint8 and self.has_token_scales else self.dtype
+        """The dtype; INT4, NVFP4 or MXFP4 of 4-bit caches, whose bytes are uint8. `Attention` takes it as
+        kv_dtype.
+        """
+        if self.dtype != torch.uint8 or not self.has_token_scales:
+            return self.dtype
+        if not isinstance(self.k_scale, BlockScales):
+            return INT4
+        return MXFP4 if self.k_scale.blocks.dtype == torch.uint8 else NVFP4
 
     @property
     def device(self) -> torch.device:
@@ -242,7 +297,7 @@ class KVCache:
 
     @property
     def has_token_scales(self) -> bool:
-        """Whether each token and head has its own scales."""
+        """Whether each token and head has its own scales, one or one for each block."""
         return _is_of_tokens(self.k_scale)
 
     def __repr__(self) -> str:
@@ -259,9 +314,9 @@ class KVCache:
                 f"{dtype_name(self.k.dtype)}",
             )
         check_same_device("v", self.v, "k", self.k.device)
-        is_int4 = self.stored_dtype == INT4
+        step = FOUR_BIT_COLUMNS.get(self.stored_dtype)
         if (
-            not is_int4
+            step is None
             and self.dtype == SCALED_LATENT_DTYPE
             and (self.k.shape[2:], self.v.shape[3], self.v.data_ptr())
             != (
@@ -276,15 +331,17 @@ class KVCache:
             refuse(
                 "k",
                 self.k,
-                f"{_DTYPES_TEXT}; uint8 is for KVCache.from_latent, and for int4 caches with k_scale [pages, "
-                f"page_size, num_kv_heads]",
+                f"{_DTYPES_TEXT}; uint8 is for KVCache.from_latent, and for 4-bit caches, with k_scale "
+                f"[pages, page_size, num_kv_heads] or BlockScales",
             )
         for name, view in (("k", self.k), ("v", self.v)):
-            if is_int4 and (view.shape[3] * 2) % INT4_COLUMNS:
-                refuse(name, view, f"of head_dim / 2 columns, and head_dim a multiple of {INT4_COLUMNS}")
+            if step is not None and (view.shape[3] * 2) % step:
+                refuse(name, view, f"of head_dim / 2 columns, and head_dim a multiple of {step}")
         for name in ("k_scale", "v_scale"):
             object.__setattr__(self, name, self._checked_scale(name, getattr(self, name)))
-        if self.has_token_scales != _is_of_tokens(self.v_scale):
+        if self.has_token_scales != _is_of_tokens(self.v_scale) or isinstance(
+            self.k_scale, BlockScales
+        ) != isinstance(self.v_scale, BlockScales):
             refuse("v_scale", self.v_scale, "one for each token and head if k_scale is, and only then")
         if self.dtype == torch.int8 and not self.has_token_scales:
             refuse("k_scale", self.k_scale, f"{self._form_of_token_scales}: int8 has no other scales")
@@ -293,9 +350,11 @@ class KVCache:
     def _form_of_token_scales(self) -> str:
         return f"a float32 tensor [pages, page_size, num_kv_heads] = {list(self.k.shape[:3])}"
 
-    def _checked_scale(self, name: str, scale: Scale) -> Scale:
+    def _checked_scale(self, name: str, scale: CacheScale) -> CacheScale:
         if scale is None:
             return None
+        if isinstance(scale, BlockScales):
+            return self._checked_blocks(name, scale)
         if self.stored_dtype not in (*SCALED_DTYPES, *TOKEN_SCALED_DTYPES):
             refuse(name, scale, f"None: a {dtype_name(self.dtype)} cache has no scales")
         if isinstance(scale, Tensor):
@@ -320,14 +379,37 @@ class KVCache:
             return scale
         return checked_scale(name, scale)
 
+    def _checked_blocks(self, name: str, scale: BlockScales) -> BlockScales:
+        if self.dtype != torch.uint8:
+            refuse(name, "BlockScales", f"a number or a tensor over {dtype_name(self.dtype)}")
+        blocks, view = scale.blocks, self.v if name == "v_scale" else self.k
+        shape = [*view.shape[:3], view.shape[3] * 2 // BLOCK_COLUMNS]
+        dtypes = (torch.float8_e4m3fn, torch.uint8) if name == "k_scale" else (self._blocks_of_k().dtype,)
+        is_right = isinstance(blocks, Tensor) and blocks.dtype in dtypes and list(blocks.shape) == shape
+        if not is_right or (blocks.shape[3] > 1 and blocks.stride(3) != 1):
+            refuse(
+                f"{name}.blocks",
+                blocks,
+                f"{' or '.join(map(dtype_name, dtypes))} [pages, page_size, num_kv_heads, head_dim / 16] = "
+                f"{shape}, contiguous along the last dimension",
+            )
+        check_same_device(f"{name}.blocks", check_plain(f"{name}.blocks", blocks), "k", self.device)
+        if isinstance(scale.factor, Tensor) or checked_scale(f"{name}.factor", scale.factor) is None:
+            refuse(f"{name}.factor", scale.factor, "a number above 0")
+        return BlockScales(_with_plain_strides(blocks), float(scale.factor))
+
+    def _blocks_of_k(self) -> Tensor:
+        assert isinstance(self.k_scale, BlockScales)
+        return self.k_scale.blocks
+
 
 def stored_columns(columns: int, dtype: CacheDtype) -> int:
-    """The elements of a row in a cache's tensor: int4 has two columns in each."""
-    return columns // 2 if dtype == INT4 else columns
+    """The elements of a row in a cache's tensor: 4-bit dtypes have two columns in each."""
+    return columns // 2 if dtype in FOUR_BIT_COLUMNS else columns
 
 
-def _is_of_tokens(scale: Scale) -> bool:
-    return isinstance(scale, Tensor) and scale.ndim == 3
+def _is_of_tokens(scale: CacheScale) -> bool:
+    return isinstance(scale, BlockScales) or (isinstance(scale, Tensor) and scale.ndim == 3)
 
 
 def checked_scale(name: str, scale: Scale) -> Scale:

@@ -159,8 +159,9 @@ __device__ __forceinline__ void rotate_head(float (&x)[kColumns], int32_t head_d
 /// kKernel: what kernel_for() says. CacheElement: of a cache of 16 bits. The grid has append_qkv_ctas() CTAs.
 template <class Element, QkvKernel kKernel, Rounding kRounding, class CacheElement = Element, bool kRotates = false>
 __device__ __forceinline__ void append_qkv(const QkvParams& p) {
-  constexpr bool kTo4Bits = kRounding == Rounding::kTo4Bits, kQuantizes = kRounding != Rounding::k16Bits;
-  constexpr bool kScalesTokens = kRounding == Rounding::kByTokenScales || kTo4Bits;
+  constexpr bool kToInt4 = kRounding == Rounding::kToInt4, kToFp4 = kRounding == Rounding::kToFp4;
+  constexpr bool kTo4Bits = kToInt4 || kToFp4, kQuantizes = kRounding != Rounding::k16Bits;
+  constexpr bool kScalesTokens = kRounding == Rounding::kByTokenScales || kToInt4;
   constexpr int32_t kSize = half_chunk(kKernel);
   constexpr bool kAligned = kKernel != QkvKernel::kGeneral, kNormalizes = kKernel != QkvKernel::kPlain;
   const int32_t lanes = 1 << p.lane_bits;
@@ -231,12 +232,14 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
       }
     }
   };
-  [[maybe_unused]] Int4Quantizer quantizers[kGroupHeads];
-  using Bytes =
-      typename Conditional<kTo4Bits, Int4Chunk<kSize, kAligned>, ByteChunk<kSize, kAligned, kScalesTokens>>::Type;
-  if constexpr (kRotates) {
+  using Quantizer = typename Conditional<kToFp4, Fp4Quantizer, Int4Quantizer>::Type;
+  [[maybe_unused]] Quantizer quantizers[kGroupHeads];
+  using Bytes = typename Conditional<kTo4Bits, FourBitChunk<kSize, kAligned, Quantizer>,
+                                     ByteChunk<kSize, kAligned, kScalesTokens>>::Type;
+  if constexpr (kRotates || kToFp4) {
     if (__any_sync(0xffffffffu, !is_q)) {  // warps with heads of Q only have nothing to rotate
-      // A head at a time. It goes through shared memory, since the lanes' columns may be any. Gaps between the chunks
+      // A head at a time. It goes through shared memory, since the lanes' columns may be any, and what follows takes
+      // neighboring ones. Gaps between the chunks
       // avoid bank conflicts.
       constexpr int32_t kColumns = 2 * kSize, kStride = kColumns + 4;
       float* const row =
@@ -288,8 +291,18 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
           plain[j + 3] = rotated[j + 3] = columns.w;
         }
         __syncwarp();  // before the next head takes its place
-        rotate_head(rotated, p.head_dim, chunk * kColumns, lanes);
-        if constexpr (kTo4Bits) {
+        if constexpr (kRotates) rotate_head(rotated, p.head_dim, chunk * kColumns, lanes);
+        if constexpr (kToFp4) {
+          constexpr int32_t kBlockLanes = kScaleColumns / kColumns;
+          float largest[1] = {};
+#pragma unroll
+          for (int32_t j = 0; j < kColumns; ++j) largest[0] = fmaxf(largest[0], fabsf(rotated[j]));
+          over_lanes(largest, kBlockLanes, [](float x, float y) { return fmaxf(x, y); });
+          quantizers[i] = Fp4Quantizer(largest[0], is_v ? p.v_factor : p.k_factor, p.scales.element);
+          if (is_there && !is_q && chunk % kBlockLanes == 0)
+            (is_v ? p.v_token_scales : p.k_token_scales)
+                .write_block(token, group.first_head + i, chunk / kBlockLanes, quantizers[i].scale);
+        } else if constexpr (kToInt4) {
           float limits[2] = {minus_infinity(), minus_infinity()};  // as below
           if (chunk * kColumns < p.head_dim) {
 #pragma unroll
@@ -337,7 +350,7 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
       return;
     }
   }
-  if constexpr (kTo4Bits) {
+  if constexpr (kToInt4) {
     float limits[2 * kGroupHeads];  // of each head: the largest of its numbers, and of their negatives
 #pragma unroll
     for (int32_t i = 0; i < 2 * kGroupHeads; ++i) limits[i] = minus_infinity();  // lanes without columns keep it
@@ -438,15 +451,16 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
 }
 
 /// As many CTAs share a multiprocessor as fit without spilled registers.
-constexpr int kRotatingCtasPerSm = kKernelRounding == Rounding::kTo4Bits ? 4 : 5;
-constexpr int kPlainCtasPerSm = kKernelRotates                          ? kRotatingCtasPerSm
-                                : kKernelRounding == Rounding::k16Bits  ? 9
-                                : kKernelRounding == Rounding::kTo4Bits ? 7
-                                                                        : 8;
-constexpr int kNormedCtasPerSm = kKernelRotates                               ? kRotatingCtasPerSm
+constexpr int kRotatingCtasPerSm = kKernelRounding >= Rounding::kToInt4 ? 4 : 5;
+constexpr bool kKernelTakesHeads = kKernelRotates || kKernelRounding == Rounding::kToFp4;  // through shared memory
+constexpr int kPlainCtasPerSm = kKernelTakesHeads                      ? kRotatingCtasPerSm
+                                : kKernelRounding == Rounding::k16Bits ? 9
+                                : kKernelRounding == Rounding::kToInt4 ? 7
+                                                                       : 8;
+constexpr int kNormedCtasPerSm = kKernelTakesHeads                            ? kRotatingCtasPerSm
                                  : kKernelRounding < Rounding::kByTokenScales ? 7
                                                                               : 6;
-constexpr int kGeneralCtasPerSm = kKernelRotates ? kRotatingCtasPerSm : 8;
+constexpr int kGeneralCtasPerSm = kKernelTakesHeads ? kRotatingCtasPerSm : 8;
 
 }  // namespace attn
 

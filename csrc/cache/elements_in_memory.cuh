@@ -118,18 +118,20 @@ struct ByteChunk {
       case DataType::kScaledLatent:
       case DataType::kInt8:
       case DataType::kInt4:
+      case DataType::kNvFp4:
+      case DataType::kMxFp4:
         break;  // have other kernels
     }
     __builtin_unreachable();  // returning a number would add a test for each pair: 6 % more instructions
   }
 };
 
-/// The same for an int4 cache: numbers are bytes until they are stored.
-template <int32_t kSize, bool kAligned>
-struct Int4Chunk : ByteChunk<kSize, kAligned> {
+/// The same for a 4-bit cache: numbers are bytes until they are stored. Quantizer: Int4Quantizer or Fp4Quantizer.
+template <int32_t kSize, bool kAligned, class Quantizer>
+struct FourBitChunk : ByteChunk<kSize, kAligned> {
   using ByteChunk<kSize, kAligned>::words;
 
-  __device__ __forceinline__ void set(int32_t i, float low, float high, const Int4Quantizer& quantizer) {
+  __device__ __forceinline__ void set(int32_t i, float low, float high, const Quantizer& quantizer) {
     words[i / 2] |= (quantizer.code(low) | quantizer.code(high) << 8) << i % 2 * 16;
   }
 

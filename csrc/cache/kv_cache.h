@@ -14,7 +14,7 @@ struct SlotPlace {
 };
 
 /// K or V of one layer: element (page, token in page, head, i) is data[page * page_stride + token * token_stride + head
-/// * head_stride + i]. Of an int4 cache, the elements are bytes; the lower half of byte i is column 2 * i.
+/// * head_stride + i]. Of a 4-bit cache, the elements are bytes; the lower half of byte i is column 2 * i.
 struct KvTensor {
   const void* data;
   int64_t page_stride;
@@ -27,8 +27,9 @@ struct KvTensor {
   }
 };
 
-/// Scales of K or V, one for each token and head: float32 numbers where a KvTensor has rows. They are read when the
-/// kernel runs. Of an int4 cache, the lowest bits of the number hold a zero point (Int4Scale).
+/// Scales of K or V, for each token and head: a float32 number where a KvTensor has rows. They are read when the kernel
+/// runs. Of an int4 cache, the lowest bits of the number hold a zero point (Int4Scale). Of FP4 caches, there are
+/// scale_words(), whose bytes are the scales of the head's blocks.
 struct TokenScales : KvTensor {
   ATTN_HD bool exist() const { return data != nullptr; }
   ATTN_HD const float& of(SlotPlace token, int32_t head) const {
@@ -36,6 +37,11 @@ struct TokenScales : KvTensor {
   }
   ATTN_HD void write(SlotPlace token, int32_t head, float scale) const {
     static_cast<float*>(const_cast<void*>(data))[element(token, head)] = scale;
+  }
+  ATTN_HD void write_block(SlotPlace token, int32_t head, int32_t block, uint32_t scale) const {
+    auto* const scales =
+        reinterpret_cast<uint8_t*>(static_cast<float*>(const_cast<void*>(data)) + element(token, head));
+    scales[block] = static_cast<uint8_t>(scale);
   }
 };
 
@@ -127,7 +133,8 @@ struct alignas(16) AttentionScales {
 struct alignas(16) AttentionTokenScales {
   TokenScales k;
   TokenScales v;
-  int32_t unused[2];
+  float k_factor;  // multiplies all scales of blocks
+  float v_factor;
 };
 static_assert(sizeof(AttentionTokenScales) == sizeof(AttentionScales), "a variant's Params follow either");
 

@@ -83,6 +83,38 @@ struct Int4Quantizer {
   }
 };
 
+/// How kScaleColumns numbers are stored in a cache with scales of blocks. `factor`: of all scales, over NVFP4.
+struct Fp4Quantizer {
+  uint32_t scale;  // as stored
+  float reciprocal;
+  bool ties_away;  // SGLang rounds ties away from zero, NVIDIA's instructions to even
+
+  Fp4Quantizer() = default;
+  ATTN_HD Fp4Quantizer(float largest, float factor, DataType element) : ties_away(element == DataType::kMxFp4) {
+    constexpr float kLargest = 6.0f;  // of e2m1
+    if (element == DataType::kMxFp4) {
+      constexpr uint32_t kMaxExponent = 253;  // whose reciprocal is normal
+      const uint32_t bits = float_bits(max_of(largest / kLargest, 1e-10f));
+      scale = min_of((bits + 0x7fffffu) >> 23, kMaxExponent);  // the next power of 2
+      reciprocal = bits_float((254u - scale) << 23);
+    } else {
+      scale = e4m3_bits(largest / kLargest / factor);
+      reciprocal = scale == 0 ? 0.0f : 1.0f / (e4m3_value(scale) * factor);
+    }
+  }
+
+  /// Of a number; 0 for NaN.
+  ATTN_HD uint32_t code(float x) const {
+    constexpr float kMiddles[] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f};  // between code i and i + 1
+    const uint32_t bits = float_bits(x * reciprocal);
+    const float magnitude = bits_float(bits & 0x7fffffffu);
+    uint32_t code = 0;
+    for (int32_t i = 0; i < 7; ++i)
+      code += magnitude > kMiddles[i] || (magnitude == kMiddles[i] && (ties_away || i % 2 == 1)) ? 1 : 0;
+    return code | (bits >> 31) << 3;
+  }
+};
+
 /// What gives the angle of pair i at a position.
 enum class RotaryTable : int32_t {
   kNone,         // no rotation
@@ -93,8 +125,8 @@ enum class RotaryTable : int32_t {
 
 /// Appends a projection's Q, K and V. Normalizes the heads of Q and K (RMS) and rotates them (RoPE). Writes Q to q_out,
 /// and K and V to slot slots[token] of the cache, in the cache's type. Values for an 8-bit cache are divided by its
-/// scales first, or by token_scale(), which is stored. An Int4Quantizer makes the numbers of an int4 cache. Negative
-/// slots and slots beyond the cache are skipped.
+/// scales first, or by token_scale(), which is stored. An Int4Quantizer or Fp4Quantizer makes the numbers of a 4-bit
+/// cache. Negative slots and slots beyond the cache are skipped.
 struct QkvParams {
   HeadRows q, k, v;
   HeadRows q_out;    // written; may be q
@@ -122,6 +154,8 @@ struct QkvParams {
   int32_t lane_bits;            // log2 of the lanes that have a head
   TokenScales k_token_scales;   // written; without data, for other caches
   TokenScales v_token_scales;
+  float k_factor;  // of all scales of blocks
+  float v_factor;
   int32_t rotates_rows;  // K and V, after RoPE (common/rotation.h), in kernels that are compiled for it
 };
 
@@ -129,8 +163,9 @@ struct QkvParams {
 /// table. kRounded is for 8-bit caches without TokenScales, rotated rows, Q and angles.
 enum class QkvKernel : int32_t { kPlain, kNormed, kGeneral, kRounded };
 
-/// How K and V are written: in a 16-bit type, or in 8 bits, divided by the cache's scales or by token_scale(), or in 4.
-enum class Rounding { k16Bits, kByScales, kByTokenScales, kTo4Bits };
+/// How K and V are written: in a 16-bit type, or in 8 bits, divided by the cache's scales or by token_scale(), or in 4,
+/// by an Int4Quantizer or a Fp4Quantizer.
+enum class Rounding { k16Bits, kByScales, kByTokenScales, kToInt4, kToFp4 };
 
 ATTN_HD QkvKernel kernel_for(const QkvParams& p) {
   const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };

@@ -1,6 +1,7 @@
 // The element types of the tensor-core kernels.
 #pragma once
 
+#include "common/data_type.h"
 #include "common/platform.h"
 #include "common/ptx/math.cuh"
 #include "common/ptx/mma.cuh"
@@ -98,10 +99,34 @@ struct Int4 {
   static constexpr bool kRowsHaveScales = false;
 };
 
-/// Bytes of a row of 8-bit numbers, or of Int4; elements of others.
+/// e2m1 numbers, two in a byte. kScaleColumns of them have an e4m3 scale.
+struct NvFp4 {
+  static constexpr int kBytes = 1;  // of two
+  static constexpr bool kRowsHaveScales = false;
+  /// Scale number i of a word of TokenScales.
+  __device__ __forceinline__ static float scale(uint32_t word, int i) {
+    return Float16::unpack(ptx::f16_of_e4m3(static_cast<uint16_t>(word >> 8 * i)));
+  }
+};
+
+/// The same with powers of 2 as scales. Their exponents are stored (e8m0).
+struct MxFp4 {
+  static constexpr int kBytes = 1;  // of two
+  static constexpr bool kRowsHaveScales = false;
+  __device__ __forceinline__ static float scale(uint32_t word, int i) {
+    return __uint_as_float((word >> 8 * i & 0xffu) << 23);
+  }
+};
+
+template <class Element>
+constexpr bool kHasBlockScales = is_same<Element, NvFp4> || is_same<Element, MxFp4>;
+template <class Element>
+constexpr bool kHas4Bits = is_same<Element, Int4> || kHasBlockScales<Element>;
+
+/// Bytes of a row of 8-bit or 4-bit numbers; elements of others.
 template <class Element>
 ATTN_HD constexpr int stored_columns(int columns) {
-  return is_same<Element, Int4> ? columns / 2 : columns;
+  return kHas4Bits<Element> ? columns / 2 : columns;
 }
 
 /// The e4m3 numbers in rows that hold more than elements (cache/kv_cache.h).
@@ -174,6 +199,33 @@ __device__ __forceinline__ uint4 dequantize_int4(uint32_t word, const Int4Factor
   }
   return make_uint4(Element::pack(values[0], values[1]), Element::pack(values[2], values[3]),
                     Element::pack(values[4], values[5]), Element::pack(values[6], values[7]));
+}
+
+/// The eight numbers of a word of e2m1, times `scale`.
+template <class Element>
+__device__ __forceinline__ uint4 dequantize_e2m1(uint32_t word, float scale) {
+  constexpr float kBias = 16384.0f;  // the product with it corrects the exponents, of subnormal numbers, too
+  float values[8];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {  // numbers i and i + 4, moved to where an f16 has sign, exponent and mantissa
+    const uint32_t magnitudes = i < 3 ? word << (9 - 4 * i) : word >> 3;
+    const uint32_t pair = (word << (12 - 4 * i) & 0x80008000u) | (magnitudes & 0x0e000e00u);
+    values[i] = Float16::unpack(pair) * (scale * kBias);
+    values[i + 4] = Float16::unpack(pair >> 16) * (scale * kBias);
+  }
+  return make_uint4(Element::pack(values[0], values[1]), Element::pack(values[2], values[3]),
+                    Element::pack(values[4], values[5]), Element::pack(values[6], values[7]));
+}
+
+/// The eight numbers of word number `word_number` of a row of Stored, of 4 bits, dequantized. `scale_word`: of its
+/// TokenScales; over scales of blocks, their word number word_number / 8. `factor`: multiplies these.
+template <class Element, class Stored>
+__device__ __forceinline__ uint4 dequantize_4_bits(uint32_t word, int word_number, uint32_t scale_word, float factor) {
+  if constexpr (is_same<Stored, Int4>) {
+    return dequantize_int4<Element>(word, Int4Factors(scale_word));
+  } else {
+    return dequantize_e2m1<Element>(word, Stored::scale(scale_word, word_number / 2 % 4) * factor);
+  }
 }
 
 /// The elements of a word as pairs (0, 2) and (1, 3).

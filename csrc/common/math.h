@@ -125,6 +125,12 @@ ATTN_HD uint32_t float8_bits(float x, float largest) {
 ATTN_HD uint32_t e4m3_bits(float x) { return float8_bits<3, -6>(x, 448.0f); }
 ATTN_HD uint32_t e5m2_bits(float x) { return float8_bits<2, -14>(x, 57344.0f); }
 
+/// The value of an e4m3 number without sign, not NaN.
+ATTN_HD float e4m3_value(uint32_t bits) {
+  constexpr float kLeast = 0.001953125f;  // 2^-9, of subnormal numbers
+  return bits < 8 ? static_cast<float>(bits) * kLeast : bits_float((bits << 20) + (120u << 23));
+}
+
 /// Division of a non-negative int32 by an int32 divisor >= 1 that is known when the kernel is launched: one
 /// multiplication instead of an integer division. Exact for every 0 <= n < 2^31 (Granlund and Montgomery 1994, round-up
 /// method with a 33-bit quotient avoided because n has 31 bits).

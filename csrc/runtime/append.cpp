@@ -98,16 +98,16 @@ KvScale append_scale(const char* name, const AnyView& scale, DLDevice device, in
 }
 
 /// Sets the scales of K or of V, of a cache that append writes: `token_scales` if each token and head has its own.
-void set_scales(const char* name, const AnyView& given, const TensorView& cache, KvScale& scale,
+void set_scales(const char* name, const AnyView& given, const TensorView& cache, DataType kv_dtype, KvScale& scale,
                 TokenScales& token_scales) {
   const std::optional<TensorView> tensor = given == nullptr ? std::nullopt : given.try_cast<TensorView>();
   using D = DataType;
-  const bool is_integer = find_dtype(cache.dtype(), {D::kInt8, D::kInt4}).has_value();
+  const bool is_integer = kv_dtype >= D::kInt8;
   if (is_integer || (tensor && tensor->ndim() == 3)) {
     if (!is_integer && cache.dtype() != dl_dtype(D::kFloat8E4M3))
       refuse("kv.k.dtype", dtype_name(cache.dtype()),
              "float8_e4m3fn, int8 or uint8 with a scale for each token and head");
-    token_scales = checked_token_scales(name, given, cache);  // refuses what is no tensor
+    token_scales = checked_token_scales(name, given, cache, kv_dtype);  // refuses what is no tensor
     if (tensor) check_no_overlap(name, *tensor);
     return;
   }
@@ -115,9 +115,12 @@ void set_scales(const char* name, const AnyView& given, const TensorView& cache,
 }
 
 /// The element type of a cache that heads of `dtype` are written to: of 8 bits or less, or of 16 if these are; else
-/// `dtype`.
-DataType cache_dtype(const TensorView& cache, DataType dtype) {
+/// `dtype`. `scale`: K's, which tells bytes with two columns apart.
+DataType cache_dtype(const TensorView& cache, const AnyView& scale, DataType dtype) {
   using D = DataType;
+  const std::optional<TensorView> blocks = scale == nullptr ? std::nullopt : scale.try_cast<TensorView>();
+  if (cache.dtype() == kUInt8 && blocks && blocks->ndim() == 4)
+    return blocks->dtype() == kUInt8 ? D::kMxFp4 : D::kNvFp4;
   const auto stored =
       find_dtype(cache.dtype(), {D::kFloat8E4M3, D::kFloat8E5M2, D::kInt8, D::kInt4, D::kBFloat16, D::kFloat16});
   return stored && (has_8_bits(*stored) || dtype != D::kFloat32) ? *stored : dtype;
@@ -148,8 +151,8 @@ void launch_append_qkv(QkvParams& params, DataType dtype, DLDevice device, std::
 
 /// The last dimension of a cache, for heads of `columns` columns.
 Dim stored_dim(const char* name, int64_t columns, DataType dtype) {
-  if (dtype != DataType::kInt4) return Dim{name, columns};
-  check_int4_columns(name, columns);
+  if (!has_4_bits(dtype)) return Dim{name, columns};
+  check_4_bit_columns(name, columns, dtype);
   return Dim{"head_dim / 2", columns / 2};
 }
 
@@ -208,25 +211,27 @@ void set_heads(QkvParams& params, const TensorView& q, const TensorView& k) {
 }
 
 /// Without `v`, `v_cache` and `slots`, k_cache is [tokens, 1, num_kv_heads, head_dim], the place of K.
-#define APPEND_QKV_ARGUMENTS(ARGUMENT)      \
-  ARGUMENT(TensorView, q)                   \
-  ARGUMENT(TensorView, k)                   \
-  ARGUMENT(Optional<TensorView>, v)         \
-  ARGUMENT(TensorView, out) /* Q */         \
-  ARGUMENT(TensorView, k_cache)             \
-  ARGUMENT(Optional<TensorView>, v_cache)   \
-  ARGUMENT(Optional<TensorView>, slots)     \
-  ARGUMENT(String, file) /* the cubin */    \
-  ARGUMENT(double, norm_eps)                \
-  ARGUMENT(double, norm_offset)             \
-  ARGUMENT(bool, is_interleaved)            \
-  ARGUMENT(Optional<TensorView>, positions) \
-  ARGUMENT(Optional<TensorView>, table)     \
-  ARGUMENT(Optional<TensorView>, q_norm)    \
-  ARGUMENT(Optional<TensorView>, k_norm)    \
-  ARGUMENT(AnyView, k_scale)                \
-  ARGUMENT(AnyView, v_scale)                \
-  ARGUMENT(Optional<bool>, rotation) /* of K and V */
+#define APPEND_QKV_ARGUMENTS(ARGUMENT)                                        \
+  ARGUMENT(TensorView, q)                                                     \
+  ARGUMENT(TensorView, k)                                                     \
+  ARGUMENT(Optional<TensorView>, v)                                           \
+  ARGUMENT(TensorView, out) /* Q */                                           \
+  ARGUMENT(TensorView, k_cache)                                               \
+  ARGUMENT(Optional<TensorView>, v_cache)                                     \
+  ARGUMENT(Optional<TensorView>, slots)                                       \
+  ARGUMENT(String, file) /* the cubin */                                      \
+  ARGUMENT(double, norm_eps)                                                  \
+  ARGUMENT(double, norm_offset)                                               \
+  ARGUMENT(bool, is_interleaved)                                              \
+  ARGUMENT(Optional<TensorView>, positions)                                   \
+  ARGUMENT(Optional<TensorView>, table)                                       \
+  ARGUMENT(Optional<TensorView>, q_norm)                                      \
+  ARGUMENT(Optional<TensorView>, k_norm)                                      \
+  ARGUMENT(AnyView, k_scale)                                                  \
+  ARGUMENT(AnyView, v_scale)                                                  \
+  ARGUMENT(Optional<bool>, rotation)   /* of K and V */                       \
+  ARGUMENT(Optional<double>, k_factor) /* of all scales of blocks; None: 1 */ \
+  ARGUMENT(Optional<double>, v_factor)
 ATTN_ARGUMENTS(AppendQkvArguments, APPEND_QKV_ARGUMENTS);
 
 /// append_kv into a cache of another type, to which numbers are rounded, or of rotated rows: append_qkv without Q. With
@@ -243,7 +248,9 @@ ATTN_ARGUMENTS(AppendQkvArguments, APPEND_QKV_ARGUMENTS);
   ARGUMENT(Optional<bool>, is_interleaved)    \
   ARGUMENT(Optional<TensorView>, positions)   \
   ARGUMENT(Optional<TensorView>, table)       \
-  ARGUMENT(Optional<bool>, rotation)
+  ARGUMENT(Optional<bool>, rotation)          \
+  ARGUMENT(Optional<double>, k_factor)        \
+  ARGUMENT(Optional<double>, v_factor)
 ATTN_ARGUMENTS(AppendKvRoundedArguments, APPEND_KV_ROUNDED_ARGUMENTS);
 
 void append_qkv(const AppendQkvArguments& given) {
@@ -269,15 +276,17 @@ void append_qkv(const AppendQkvArguments& given) {
   params.q_out = rows_of("q_out", given.out, qo_heads);
   check_no_overlap("q_out", given.out);
   const bool is_cached = given.v_cache.has_value();
-  const DataType kv_dtype = is_cached ? cache_dtype(k_cache, dtype) : dtype;
+  const DataType kv_dtype = is_cached ? cache_dtype(k_cache, given.k_scale, dtype) : dtype;
   const Dim stored = stored_dim("head_dim", q.size(2), kv_dtype);
   params.k_cache =
       cache_of(is_cached ? "kv.k" : "k_out", k_cache, device, kv_dtype, {"pages"}, {"page_size"}, kv_heads, stored);
   params.scales.element = kv_dtype;
-  set_scales("kv.k_scale", given.k_scale, k_cache, params.scales.k, params.k_token_scales);
+  set_scales("kv.k_scale", given.k_scale, k_cache, kv_dtype, params.scales.k, params.k_token_scales);
+  params.k_factor = checked_factor("kv.k_scale.factor", given.k_factor);
+  params.v_factor = checked_factor("kv.v_scale.factor", given.v_factor);
   params.pages = pages_of(k_cache);
   if (is_cached) {
-    set_scales("kv.v_scale", given.v_scale, given.v_cache.value(), params.scales.v, params.v_token_scales);
+    set_scales("kv.v_scale", given.v_scale, given.v_cache.value(), kv_dtype, params.scales.v, params.v_token_scales);
     params.v = rows_of("v", given.v.value(), kv_heads);
     params.v_cache = cache_of("kv.v", given.v_cache.value(), device, kv_dtype, {"pages", k_cache.size(0)},
                               {"page_size", k_cache.size(1)}, kv_heads, stored);
@@ -300,12 +309,12 @@ void append_kv_rounded(const AppendKvRoundedArguments& given) {
   const TensorView &k = given.k, &k_cache = given.k_cache, &slots = given.slots;
   const DLDevice device = k_cache.device();
   const DataType dtype = heads_dtype("k", k);
-  const DataType kv_dtype = cache_dtype(k_cache, dtype);
+  const DataType kv_dtype = cache_dtype(k_cache, given.k_scale, dtype);
   check_shape("kv.k", k_cache, {{"pages"}, {"page_size"}, {"num_kv_heads"}, {"head_dim"}});
   const Dim pages{"pages", k_cache.size(0)}, page_size{"page_size", k_cache.size(1)};
   const Dim heads{"num_kv_heads", k_cache.size(2)};
   const auto columns_of = [&](const char* name, const TensorView& cache, int32_t most) {
-    const int32_t columns = narrow(name, cache.size(3) * (kv_dtype == DataType::kInt4 ? 2 : 1), 8, most);
+    const int32_t columns = narrow(name, cache.size(3) * (has_4_bits(kv_dtype) ? 2 : 1), 8, most);
     if (columns % 8 != 0) refuse(name, columns, "a multiple of 8");
     return columns;
   };
@@ -330,7 +339,9 @@ void append_kv_rounded(const AppendKvRoundedArguments& given) {
       cache_of("kv.k", k_cache, device, kv_dtype, pages, page_size, heads, stored_dim("head_dim", k_columns, kv_dtype));
   params.pages = pages_of(k_cache);
   params.scales.element = kv_dtype;
-  set_scales("kv.k_scale", given.k_scale, k_cache, params.scales.k, params.k_token_scales);
+  set_scales("kv.k_scale", given.k_scale, k_cache, kv_dtype, params.scales.k, params.k_token_scales);
+  params.k_factor = checked_factor("kv.k_scale.factor", given.k_factor);
+  params.v_factor = checked_factor("kv.v_scale.factor", given.v_factor);
   params.head_dim = k_columns;
   params.rotates_rows = rotates_rows;
   if (given.v.has_value()) {
@@ -344,13 +355,14 @@ void append_kv_rounded(const AppendKvRoundedArguments& given) {
     params.v = rows_of("v", v, head_dim_v);
     params.v_cache = cache_of("kv.v", v_cache, device, kv_dtype, pages, page_size, heads,
                               stored_dim(head_dim_v.name, v_columns, kv_dtype));
-    set_scales("kv.v_scale", given.v_scale, v_cache, params.scales.v, params.v_token_scales);
+    set_scales("kv.v_scale", given.v_scale, v_cache, kv_dtype, params.scales.v, params.v_token_scales);
     if (k_columns != v_columns) {
       QkvParams values = params;
       values.k = params.v;
       values.k_cache = params.v_cache;
       values.scales.k = params.scales.v;
       values.k_token_scales = params.v_token_scales;
+      values.k_factor = params.v_factor;
       values.head_dim = v_columns;
       params.v = values.v = HeadRows{};
       launch_append_qkv(values, dtype, device, view(given.file));

@@ -383,8 +383,8 @@ void Attention::dequantize(const AttentionParams& params, const AttentionTokenSc
   dequantize.page_size = params.page_size;
   dequantize.num_pages = params.num_pages;
   dequantize.num_kv_heads = params.num_kv_heads;
-  dequantize.k = DequantizedTensor(params.k, scales.k, config_.head_dim, dequantized_.k);
-  dequantize.v = DequantizedTensor(params.v, scales.v, config_.head_dim_v, dequantized_.v);
+  dequantize.k = DequantizedTensor(params.k, scales.k, scales.k_factor, config_.head_dim, dequantized_.k);
+  dequantize.v = DequantizedTensor(params.v, scales.v, scales.v_factor, config_.head_dim_v, dequantized_.v);
   dequantize.row_chunks =
       FastDivisor((dequantize.k.head_chunks.divisor + dequantize.v.head_chunks.divisor) * params.num_kv_heads);
   const int32_t ctas = kDequantizeCtasPerMultiprocessor * driver::multiprocessor_count(config_.device);

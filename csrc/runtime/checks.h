@@ -26,7 +26,7 @@ namespace attn {
 using tvm::ffi::AnyView;
 using tvm::ffi::TensorView;
 
-constexpr DLDataType kBool{kDLBool, 8, 1}, kInt32{kDLInt, 32, 1}, kFloat32{kDLFloat, 32, 1};
+constexpr DLDataType kBool{kDLBool, 8, 1}, kInt32{kDLInt, 32, 1}, kFloat32{kDLFloat, 32, 1}, kUInt8{kDLUInt, 8, 1};
 
 inline std::string dtype_name(DLDataType dtype) {
   if (dtype.code == kDLComplex) return "complex" + std::to_string(dtype.bits);  // tvm-ffi has no name for it
@@ -129,6 +129,8 @@ inline DLDataType dl_dtype(DataType dtype) {
       {kDLUInt, 8, 1},           // kScaledLatent
       {kDLInt, 8, 1},            // kInt8
       {kDLUInt, 8, 1},           // kInt4
+      {kDLUInt, 8, 1},           // kNvFp4
+      {kDLUInt, 8, 1},           // kMxFp4
   };
   return kDtypes[static_cast<int32_t>(dtype)];
 }
@@ -206,10 +208,10 @@ inline Dim columns_of_v(int64_t head_dim, int64_t head_dim_v) {
   return Dim{head_dim == head_dim_v ? "head_dim" : "head_dim_v", head_dim_v};
 }
 
-/// Columns of a head of an int4 cache: rows are moved in pieces of 16 bytes.
-inline void check_int4_columns(const char* name, int64_t columns) {
-  constexpr int64_t kPieceColumns = 32;
-  if (columns % kPieceColumns != 0) refuse(name, columns, "a multiple of 32 over an int4 cache");
+/// Columns of a head of a 4-bit cache: rows are moved in pieces of 16 bytes, scales of blocks in words.
+inline void check_4_bit_columns(const char* name, int64_t columns, DataType dtype) {
+  const int64_t step = has_block_scales(dtype) ? 4 * kScaleColumns : 32;
+  if (columns % step != 0) refuse(name, columns, "a multiple of " + std::to_string(step) + " over such a 4-bit cache");
 }
 
 inline KvTensor kv_tensor(const TensorView& t) { return KvTensor{t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)}; }
@@ -261,15 +263,46 @@ inline KvScale kv_scale(const char* name, const AnyView& given, DLDevice device,
   return made;
 }
 
-/// K's or V's scales for each token and head: float32 [pages, page_size, num_kv_heads].
-inline TokenScales checked_token_scales(const char* name, const AnyView& given, const TensorView& cache) {
+/// K's or V's scales of blocks, as words: [pages, page_size, num_kv_heads, head_dim / kScaleColumns], e4m3 or bytes.
+inline TokenScales checked_block_scales(const char* name, const TensorView& scales, const TensorView& cache,
+                                        DataType dtype) {
+  check_rows(name, scales, cache.device(), dtype == DataType::kNvFp4 ? dl_dtype(DataType::kFloat8E4M3) : kUInt8,
+             {{"pages", cache.size(0)},
+              {"page_size", cache.size(1)},
+              {"num_kv_heads", cache.size(2)},
+              {"head_dim / 16", cache.size(3) * 2 / kScaleColumns}});
+  KvTensor words = kv_tensor(scales);
+  const int64_t address = reinterpret_cast<int64_t>(scales.data_ptr());
+  if (address % 4 != 0) refuse(std::string(name) + ".data_ptr() modulo 4", address % 4, 0);
+  int64_t* const strides[] = {&words.page_stride, &words.token_stride, &words.head_stride};
+  for (int32_t dim = 0; dim < 3; ++dim) {
+    if (scales.size(dim) > 1 && *strides[dim] % 4 != 0)
+      refuse(std::string(name) + ".stride(" + std::to_string(dim) + ")", *strides[dim], "a multiple of 4");
+    *strides[dim] /= 4;
+  }
+  return TokenScales{words};
+}
+
+/// K's or V's scales for each token and head: float32 [pages, page_size, num_kv_heads]; or of blocks.
+inline TokenScales checked_token_scales(const char* name, const AnyView& given, const TensorView& cache,
+                                        DataType dtype) {
   const std::optional<TensorView> scales = given == nullptr ? std::nullopt : given.try_cast<TensorView>();
   if (!scales)
     refuse(name, given == nullptr ? "None" : "a number",
-           "a tensor [pages, page_size, num_kv_heads]: the cache has a scale for each token and head");
+           has_block_scales(dtype)
+               ? "a tensor [pages, page_size, num_kv_heads, head_dim / 16]: the cache has scales of blocks"
+               : "a tensor [pages, page_size, num_kv_heads]: the cache has a scale for each token and head");
+  if (has_block_scales(dtype)) return checked_block_scales(name, *scales, cache, dtype);
   check_array(name, *scales, cache.device(), kFloat32,
               {{"pages", cache.size(0)}, {"page_size", cache.size(1)}, {"num_kv_heads", cache.size(2)}});
   return TokenScales{kv_tensor(*scales)};
+}
+
+/// A factor of all scales of blocks; None: 1.
+inline float checked_factor(const char* name, const tvm::ffi::Optional<double>& given) {
+  const double factor = given.value_or(1.0);
+  if (!(factor > 0.0 && factor <= 3.4028234663852886e38)) refuse(name, factor, "above 0 and finite");
+  return static_cast<float>(factor);
 }
 
 /// Refuses a tensor to be written whose elements overlap. Strides that interleave dimensions are refused, too, though

@@ -14,30 +14,32 @@ namespace attn {
 namespace {
 
 /// The arguments of a run. Calls may end before any argument from q_rope on.
-#define RUN_ARGUMENTS(ARGUMENT)                                                                            \
-  ARGUMENT(int64_t, handle)                                                                                \
-  ARGUMENT(TensorView, q)                                                                                  \
-  ARGUMENT(TensorView, k)           /* any form of pages() */                                              \
-  ARGUMENT(Optional<TensorView>, v) /* None only with k_rope */                                            \
-  ARGUMENT(TensorView, out)                                                                                \
-  ARGUMENT(Optional<TensorView>, lse)                                                                      \
-  ARGUMENT(double, sm_scale)                                                                               \
-  ARGUMENT(double, logits_soft_cap)                                                                        \
-  ARGUMENT(bool, after_append)                                                                             \
-  ARGUMENT(Optional<TensorView>, q_rope) /* the last columns of Q, where they are not in q */              \
-  ARGUMENT(AnyView, k_scale)             /* of an 8-bit cache: KvScale */                                  \
-  ARGUMENT(AnyView, v_scale)                                                                               \
-  ARGUMENT(AnyView, q_scale) /* the same of Q of 8 bits */                                                 \
-  ARGUMENT(Optional<TensorView>, sinks)                                                                    \
-  ARGUMENT(Optional<bool>, lse_to_base_2)                                                                  \
-  ARGUMENT(Optional<bool>, is_hnd)        /* K and V of three dimensions */                                \
-  ARGUMENT(Optional<TensorView>, k_rope)  /* the last columns of K, right after the others; V is then k */ \
-  ARGUMENT(AnyView, out_scale)            /* of O in 8 bits; None: O has the Attention's dtype */          \
-  ARGUMENT(Optional<TensorView>, indices) /* and what follows: a Selection */                              \
-  ARGUMENT(Optional<TensorView>, block_table)                                                              \
-  ARGUMENT(Optional<TensorView>, requests)                                                                 \
-  ARGUMENT(Optional<TensorView>, kv_lens)                                                                  \
-  ARGUMENT(Optional<int64_t>, page_size)                                                                   \
+#define RUN_ARGUMENTS(ARGUMENT)                                                                           \
+  ARGUMENT(int64_t, handle)                                                                               \
+  ARGUMENT(TensorView, q)                                                                                 \
+  ARGUMENT(TensorView, k)           /* any form of pages() */                                             \
+  ARGUMENT(Optional<TensorView>, v) /* None only with k_rope */                                           \
+  ARGUMENT(TensorView, out)                                                                               \
+  ARGUMENT(Optional<TensorView>, lse)                                                                     \
+  ARGUMENT(double, sm_scale)                                                                              \
+  ARGUMENT(double, logits_soft_cap)                                                                       \
+  ARGUMENT(bool, after_append)                                                                            \
+  ARGUMENT(Optional<TensorView>, q_rope) /* the last columns of Q, where they are not in q */             \
+  ARGUMENT(AnyView, k_scale)             /* of an 8-bit cache: KvScale */                                 \
+  ARGUMENT(AnyView, v_scale)                                                                              \
+  ARGUMENT(AnyView, q_scale) /* the same of Q of 8 bits */                                                \
+  ARGUMENT(Optional<TensorView>, sinks)                                                                   \
+  ARGUMENT(Optional<bool>, lse_to_base_2)                                                                 \
+  ARGUMENT(Optional<bool>, is_hnd)       /* K and V of three dimensions */                                \
+  ARGUMENT(Optional<TensorView>, k_rope) /* the last columns of K, right after the others; V is then k */ \
+  ARGUMENT(AnyView, out_scale)           /* of O in 8 bits; None: O has the Attention's dtype */          \
+  ARGUMENT(Optional<double>, k_factor)   /* of all scales of blocks; None: 1 */                           \
+  ARGUMENT(Optional<double>, v_factor)                                                                    \
+  ARGUMENT(Optional<TensorView>, indices) /* and what follows: a Selection */                             \
+  ARGUMENT(Optional<TensorView>, block_table)                                                             \
+  ARGUMENT(Optional<TensorView>, requests)                                                                \
+  ARGUMENT(Optional<TensorView>, kv_lens)                                                                 \
+  ARGUMENT(Optional<int64_t>, page_size)                                                                  \
   ARGUMENT(Optional<int64_t>, page_stride)
 ATTN_ARGUMENTS(RunArguments, RUN_ARGUMENTS);
 
@@ -265,12 +267,12 @@ void set_out(const TensorView& out, int64_t num_rows, const AttentionConfig& con
 
 void set_caches(const TensorView& k, const TensorView& v, const Attention& attention, AttentionParams& params) {
   const AttentionConfig& config = attention.config();
-  const bool is_int4 = config.kv_dtype == DataType::kInt4;
+  const bool has_4_bits = attn::has_4_bits(config.kv_dtype);
   const Dim k_columns = config.kv_dtype == DataType::kScaledLatent ? Dim{"bytes of a row", ScaledLatentRow::kBytes}
-                        : is_int4                                  ? Dim{"head_dim / 2", config.head_dim / 2}
+                        : has_4_bits                               ? Dim{"head_dim / 2", config.head_dim / 2}
                                                                    : Dim{"head_dim", config.head_dim};
   const Dim v_columns =
-      is_int4 ? Dim{"head_dim_v / 2", config.head_dim_v / 2} : columns_of_v(config.head_dim, config.head_dim_v);
+      has_4_bits ? Dim{"head_dim_v / 2", config.head_dim_v / 2} : columns_of_v(config.head_dim, config.head_dim_v);
   const auto check = [&](const char* name, const TensorView& t, Dim pages, Dim columns) {
     return kv_tensor(name, t, config.dl_device(), config.kv_dtype, pages, {"page_size", attention.planned_page_size()},
                      {"num_kv_heads", config.num_kv_heads}, columns);
@@ -337,8 +339,10 @@ int64_t run(const RunArguments& given) {
   params.after_append = given.after_append && !has_slots;
   AttentionTokenScales token_scales{};
   if (config.token_scales) {
-    token_scales.k = checked_token_scales("kv.k_scale", given.k_scale, k);
-    token_scales.v = checked_token_scales("kv.v_scale", given.v_scale, v);
+    token_scales.k = checked_token_scales("kv.k_scale", given.k_scale, k, config.kv_dtype);
+    token_scales.v = checked_token_scales("kv.v_scale", given.v_scale, v, config.kv_dtype);
+    token_scales.k_factor = checked_factor("kv.k_scale.factor", given.k_factor);
+    token_scales.v_factor = checked_factor("kv.v_scale.factor", given.v_factor);
   }
   const AttentionScales scales{checked_scale("kv.k_scale", given.k_scale, attention),
                                checked_scale("kv.v_scale", given.v_scale, attention),

@@ -221,6 +221,15 @@ FEATURES: tuple[Feature, ...] = (
         MISSING,
     ),
     Feature(
+        "4-bit cache with a scale for 16 columns (FP4)",
+        Cell(
+            (f"{ADAPTERS}/vllm/test_vllm_token_scales.py::test_mixed_batch",),
+            note="adapter tests only; from 0.28.0 on",
+            option="nvfp4",
+        ),
+        MISSING,
+    ),
+    Feature(
         "8-bit attention outputs",
         Cell(
             ("vllm-float8-outputs", "vllm-fused-outputs"),

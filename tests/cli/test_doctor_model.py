@@ -170,7 +170,8 @@ def test_answers_on_a_cpu(
     ("engine", "config", "cache", "answer"),
     [
         ("vllm", configs.LLAMA_3, "fp8_e5m2", SERVED),
-        ("vllm", configs.LLAMA_3, "nvfp4", REFUSED),
+        ("vllm", configs.LLAMA_3, "nvfp4", SERVED),
+        ("vllm", configs.LLAMA_3, "nvfp4_4over6", REFUSED),
         ("vllm", configs.LLAMA_3, "fp8_ds_mla", REFUSED),
         ("vllm", configs.LLAMA_3, "int8_per_token_head", SERVED),
         ("vllm", configs.LLAMA_3, "int4_per_token_head", SERVED),

@@ -36,7 +36,9 @@ void append_all() {
   using Other = typename attn::Conditional<kIsBf16, attn::Float16, attn::BFloat16>::Type;
   using attn::Rounding;
   if (launched.scales.element == attn::DataType::kInt4)
-    attn::append_qkv<Element, kKernel, Rounding::kTo4Bits, Element, kRotates>(launched);
+    attn::append_qkv<Element, kKernel, Rounding::kToInt4, Element, kRotates>(launched);
+  else if (attn::has_block_scales(launched.scales.element))
+    attn::append_qkv<Element, kKernel, Rounding::kToFp4, Element, kRotates>(launched);
   else if (launched.k_token_scales.exist())
     attn::append_qkv<Element, kKernel, Rounding::kByTokenScales, Element, kRotates>(launched);
   else if (attn::has_8_bits(launched.scales.element))

@@ -117,8 +117,8 @@ void run_dequantize(const AttentionParams& params, const AttentionTokenScales& s
   p.page_size = params.page_size;
   p.num_pages = params.num_pages;
   p.num_kv_heads = params.num_kv_heads;
-  p.k = DequantizedTensor(params.k, scales.k, dims.qk, dequantized.k);
-  p.v = DequantizedTensor(params.v, scales.v, dims.v, dequantized.v);
+  p.k = DequantizedTensor(params.k, scales.k, scales.k_factor, dims.qk, dequantized.k);
+  p.v = DequantizedTensor(params.v, scales.v, scales.v_factor, dims.v, dequantized.v);
   p.row_chunks = FastDivisor((p.k.head_chunks.divisor + p.v.head_chunks.divisor) * params.num_kv_heads);
   constexpr int32_t kCtas = 3;
   for (int32_t cta = 0; cta < kCtas; ++cta)
@@ -140,7 +140,7 @@ void run_attention(const ScheduleConfig& config, PassedAttention& passed, uint32
   const auto o_dtype = params.has_out_scale() ? DataType::kFloat8E4M3 : static_cast<DataType>(passed.dtype);
   const auto q_dtype = static_cast<DataType>(passed.q_dtype), kv_dtype = static_cast<DataType>(passed.kv_dtype);
   const KvForm kv_form(bytes_of(kv_dtype), passed.multiplies_float8 != 0, passed.has_token_scales != 0,
-                       kv_dtype == DataType::kInt4);
+                       kv_dtype == DataType::kInt4, has_block_scales(kv_dtype));
   const int32_t rows = passed.dequantizes ? config.dequantized_tokens : 0;
   const int64_t k_bytes = int64_t{rows} * params.num_kv_heads * dequantized_columns(dims.qk) * 2;
   const DequantizedKv dequantized{passed.dequantized, static_cast<char*>(passed.dequantized) + k_bytes,

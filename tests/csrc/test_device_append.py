@@ -17,20 +17,21 @@ from append_problems import (
     check_token_scaled,
     empty_cache,
     expected,
+    fp4_cache,
     frequencies,
     large_positions,
     random_problem,
     token_scaled,
 )
 from device_attention import KvScale, KvScales
-from float8_cases import DTYPES, INT4, TOKEN_DTYPES
+from float8_cases import DTYPES, FP4_DTYPES, INT4, TOKEN_DTYPES
 from host_planner import COMPILER, ROOT
 from mixed_cases import MIXTURES
 from rotations import rotated
 from tiers import mostly_slow
 from torch import Tensor
 
-from attn_backend import KVCache, Rotary, append_kv, append_mla_kv
+from attn_backend import KVCache, Rotary, append_kv, append_mla_kv, append_qkv
 from attn_backend.kernels.native import ALL_DTYPES, values_of
 
 PLAIN, NORMED, ROUNDED = 0, 1, 3  # QkvKernel of csrc/cache/params.h
@@ -83,8 +84,9 @@ class _QkvParams(_UnalignedParams):
         ("lane_bits", ctypes.c_int32),
         ("k_token_scales", _KvTensor),
         ("v_token_scales", _KvTensor),
+        *((name, ctypes.c_float) for name in ("k_factor", "v_factor")),
         ("rotates_rows", ctypes.c_int32),
-        ("padding_at_end", ctypes.c_int32 * 3),
+        ("padding_at_end", ctypes.c_int32),
     )
 
 
@@ -456,6 +458,53 @@ def test_rotated_and_rounded(library: ctypes.CDLL, interleaved: bool, dtype: tor
             found_v[slots[is_written]],
             v[is_written].to(dtype).float() if has_v else torch.full_like(exact, 7.0).float(),
         )
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("dtype", FP4_DTYPES)
+def test_scales_of_blocks(library: ctypes.CDLL, dtype: str) -> None:
+    """The same bytes as on a CPU, except for rounding after norm, RoPE and rotation."""
+    kinds = set()
+    for seed in range(60):
+        problem = random_problem(seed, [torch.bfloat16, torch.float16][seed % 2], torch.device("cpu"))
+        if problem.kv.head_dim % 64:
+            continue
+        if seed % 3 == 0:
+            problem.rotary = problem.q_norm = problem.k_norm = None
+        rotation = seed % 4 == 1
+        shape = (problem.kv.num_pages, problem.kv.page_size, HEADS, problem.kv.head_dim)
+        on_cpu, written = (fp4_cache(dtype, *shape, ("NHD", "HND")[seed % 2], "cpu") for _ in range(2))
+        params = _params(problem)
+        params.k_cache, params.v_cache = _cache(written.k), _cache(written.v)
+        for which in "kv":
+            scale = getattr(written, f"{which}_scale")
+            strides = [stride // 4 for stride in scale.blocks.stride()[:3]]
+            setattr(params, f"{which}_token_scales", _KvTensor(scale.blocks.data_ptr(), *strides))
+            setattr(params, f"{which}_factor", scale.factor)
+        params.scales = KvScales(KvScale.of(None), KvScale.of(None), values_of("DataType")[ALL_DTYPES[dtype]])
+        params.rotates_rows = rotation
+        append_qkv(
+            *(problem.q.clone(), problem.k, problem.v, on_cpu, problem.slots),
+            rotary=problem.rotary,
+            positions=None if problem.rotary is None else problem.positions,
+            q_norm=problem.q_norm,
+            k_norm=problem.k_norm,
+            norm_eps=problem.norm_eps,
+            norm_offset=problem.norm_offset,
+            rotation=rotation,
+        )
+        kernel = library.device_append_qkv(
+            ctypes.byref(params), problem.kv.page_size, problem.qkv.dtype == torch.bfloat16
+        )
+        kinds.add(kernel)
+        for which in "kv":
+            rows = [getattr(kv, which) for kv in (on_cpu, written)]
+            blocks = [getattr(kv, f"{which}_scale").blocks.view(torch.uint8) for kv in (on_cpu, written)]
+            for of_cpu, of_device in (rows, blocks):
+                if seed % 3 == 0 and not rotation:
+                    assert torch.equal(of_cpu, of_device)
+                assert (of_cpu != of_device).float().mean() <= 0.01
+    assert len(kinds - {ROUNDED}) >= 2
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")

@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 from device_attention import CACHES, KERNELS, DeviceAttention
-from float8_cases import INT4, TOKEN_DTYPES, Float8Case, rounding
+from float8_cases import FP4_DTYPES, INT4, MXFP4, NVFP4, TOKEN_DTYPES, Float8Case, rounding
 from float8_kernels import BATCHES, FORMS, run_and_check
 from tiers import distinct, in_turn
 from variant_fuzz.catalogue import by_reference
@@ -23,7 +23,7 @@ from attn_backend.variants import builtin
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
 
 
-@pytest.mark.parametrize("stored", TOKEN_DTYPES, ids=str)
+@pytest.mark.parametrize("stored", [*TOKEN_DTYPES, *FP4_DTYPES], ids=str)
 @pytest.mark.parametrize("form", distinct(FORMS, repeated={0}), ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_random_cases(
@@ -33,6 +33,8 @@ def test_random_cases(
     dtype, head_dim = form
     if stored == INT4 and head_dim == 72:
         head_dim = 96
+    if stored in FP4_DTYPES and head_dim == 72:
+        head_dim = 192
     for number, (qo_lens, kv_lens) in in_turn(BATCHES, FORMS.index(form), without_gpu=2):
         rng = numpy.random.default_rng([number, head_dim, 89])
         spec = cases.Spec(
@@ -93,7 +95,7 @@ def test_variants_without_softmax(emulated: Path, kernel: str, stored: torch.dty
     problem.check(case.out, None, kernel, rounding(exact, variant, spec.dtype))
 
 
-@pytest.mark.parametrize("stored", TOKEN_DTYPES, ids=str)
+@pytest.mark.parametrize("stored", [*TOKEN_DTYPES, MXFP4], ids=str)
 def test_a_head_of_q_that_is_not_finite_changes_no_other(emulated: Path, stored: torch.dtype | str) -> None:
     """It shares a row tile with the others."""
     spec = cases.Spec((1, 1), (200, 90), num_kv_heads=2, group_size=4, head_dim=64, num_ctas=3)
@@ -127,10 +129,11 @@ def test_values_with_a_scale_of_0(emulated: Path, kernel: str, stored: torch.dty
 def test_forms_of_caches(emulated: Path, cache: str) -> None:
     """Hopper's producer finds the scales of rows that TMA loads in boxes, in runs, and that are gathered."""
     forms = (
-        (torch.bfloat16, 64, 0),
-        (torch.float16, 128, 1),
-        (torch.bfloat16, 64, 2),
-        (torch.bfloat16, 128, 2),
+        (torch.bfloat16, 64, TOKEN_DTYPES[0]),
+        (torch.float16, 128, TOKEN_DTYPES[1]),
+        (torch.bfloat16, 64, INT4),
+        (torch.bfloat16, 128, INT4),
+        (torch.bfloat16, 128, NVFP4),
     )
     for number, (dtype, head_dim, stored) in enumerate(forms):
         spec = cases.Spec(
@@ -143,7 +146,7 @@ def test_forms_of_caches(emulated: Path, cache: str) -> None:
             num_ctas=3,
             seed=number,
         )
-        problem = Float8Case(spec.with_(**CACHES[cache]), "cpu", TOKEN_DTYPES[stored], "token", "token")
+        problem = Float8Case(spec.with_(**CACHES[cache]), "cpu", stored, "token", "token")
         run_and_check(problem, emulated, "hopper", number, wants_lse=False, cascade=False)
 
 
@@ -171,7 +174,8 @@ def test_pages_with_scales_at_their_end(emulated: Path, is_by_head: bool) -> Non
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "stored"), [(64, torch.int8), (128, torch.float8_e4m3fn), (64, INT4), (128, INT4)]
+    ("head_dim", "stored"),
+    [(64, torch.int8), (128, torch.float8_e4m3fn), (64, INT4), (128, INT4), (64, MXFP4), (128, NVFP4)],
 )
 @pytest.mark.parametrize("cache", ["pages", "tokens"])
 def test_long_row_groups_read_a_16_bit_copy(

@@ -65,7 +65,7 @@ MADE = {
     "token_scales is False, must be True with kv_dtype=...": lambda: Attention(
         4, 2, 64, kv_dtype="int4", token_scales=False, device="cpu", max_rows=1, max_batch=1
     ),
-    "kv_dtype is torch.uint8, must be another one: ...; pass 'int4' for bytes of two columns": lambda: (
+    "kv_dtype is torch.uint8, must be another one: ...; pass 'int4', ... for bytes of two columns": lambda: (
         Attention(4, 2, 64, kv_dtype=torch.uint8, device="cpu", max_rows=1, max_batch=1)
     ),
     "block_table: page ... of request ... is ..., must be in [0, ...)": lambda: attend(page=9),

@@ -10,7 +10,7 @@ import torch
 from rotations import rotated
 from torch import Tensor
 
-from attn_backend import KVCache, Rotary
+from attn_backend import BlockScales, KVCache, Rotary
 
 HEADS = 3
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
@@ -237,6 +237,35 @@ def token_scaled(kv: KVCache, dtype: torch.dtype | str) -> KVCache:
         *(torch.zeros(shape, device=kv.device).to(dtype) for _ in range(2)),
         k_scale=scales[0],
         v_scale=scales[1],
+    )
+
+
+def fp4_cache(
+    dtype: str,
+    pages: int,
+    page_size: int,
+    heads: int,
+    head_dim: int,
+    layout: str,
+    device: torch.device | str,
+) -> KVCache:
+    """An empty cache. Each page has K, its scales, V and its scales, as in vLLM's nvfp4; inside of them, NHD
+    or HND.
+    """
+    inner = (page_size, heads) if layout == "NHD" else (heads, page_size)
+    widths = (head_dim // 2, head_dim // 16)
+    sizes = [inner[0] * inner[1] * width for width in widths] * 2
+    memory = torch.zeros(pages, sum(sizes), dtype=torch.uint8, device=device)
+    parts = [
+        part.unflatten(1, (*inner, width))
+        for part, width in zip(memory.split(sizes, 1), widths * 2, strict=True)
+    ]
+    k, k_blocks, v, v_blocks = (part if layout == "NHD" else part.transpose(1, 2) for part in parts)
+    if dtype == "nvfp4":
+        k_blocks, v_blocks = k_blocks.view(torch.float8_e4m3fn), v_blocks.view(torch.float8_e4m3fn)
+    factors = (0.5, 0.25) if dtype == "nvfp4" else (1.0, 1.0)
+    return KVCache.from_pair(
+        k, v, k_scale=BlockScales(k_blocks, factors[0]), v_scale=BlockScales(v_blocks, factors[1])
     )
 
 

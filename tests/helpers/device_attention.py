@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from workspace import config_bytes, workspace_of
 
-from attn_backend import Attention, BSRView, Composition, KVCache, Variant
+from attn_backend import Attention, BlockScales, BSRView, Composition, KVCache, Variant
 from attn_backend.jit import manifest
 from attn_backend.jit.manifest import HeadDims
 from attn_backend.kernels.attention import prefill_multiplies_float8
@@ -82,7 +82,9 @@ class TokenScales(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, scales: Tensor) -> TokenScales:
+    def of(cls, scales: Tensor | BlockScales) -> TokenScales:
+        if isinstance(scales, BlockScales):  # in words
+            return cls(scales.blocks.data_ptr(), *(stride // 4 for stride in scales.blocks.stride()[:3]))
         return cls(scales.data_ptr(), *scales.stride())
 
 
@@ -92,8 +94,8 @@ class AttentionTokenScales(ctypes.Structure):
     _fields_ = (
         ("k", TokenScales),
         ("v", TokenScales),
-        ("element", ctypes.c_int32),
-        ("q_element", ctypes.c_int32),
+        ("k_factor", ctypes.c_float),
+        ("v_factor", ctypes.c_float),
         ("padding", ctypes.c_int64),
     )
 
@@ -283,7 +285,8 @@ class DeviceAttention:
         elements = (of_dtypes[2], of_dtypes[1])
         if kv.has_token_scales:
             of_tokens = (TokenScales.of(scale) for scale in (kv.k_scale, kv.v_scale))  # type: ignore[arg-type]
-            scales = _Scales(of_tokens=AttentionTokenScales(*of_tokens, *elements))
+            factors = (getattr(scale, "factor", 1.0) for scale in (kv.k_scale, kv.v_scale))
+            scales = _Scales(of_tokens=AttentionTokenScales(*of_tokens, *factors))
         else:
             of_cache = (KvScale.of(scale) for scale in (kv.k_scale, kv.v_scale, q_scale))
             scales = _Scales(of_cache=AttentionScales(*of_cache, *elements))

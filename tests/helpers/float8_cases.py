@@ -16,11 +16,14 @@ import oracle
 import torch
 from torch import Tensor
 
-from attn_backend import Attention, BSRView, KVCache, PageTable, Variant
+from attn_backend import Attention, BlockScales, BSRView, KVCache, PageTable, Variant
 
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 INT4 = "int4"
 TOKEN_DTYPES = (torch.float8_e4m3fn, torch.int8, INT4)  # of caches with a scale for each token and head
+NVFP4, MXFP4 = FP4_DTYPES = ("nvfp4", "fp4_mx_block16")  # of caches with BlockScales
+FOUR_BITS = (INT4, *FP4_DTYPES)
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # of codes 0 to 7
 SCALES = ("number", "tensor", "head", "request", "request and head")
 Q_SCALES = ("number", "tensor", "head")
 TOLERANCE = 4e-3  # ||o - ref|| / ||ref||
@@ -103,13 +106,13 @@ class Needle:
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype | str) -> Tensor:
-    """An 8-bit copy with the same strides, including the memory between its elements. int4: half as many
+    """An 8-bit copy with the same strides, including the memory between its elements. Of 4 bits: half as many
     bytes.
     """
     storage = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
     shape, strides, offset = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
     numbers = stored(storage, dtype)
-    if dtype == INT4:
+    if dtype in FOUR_BITS:
         pairs = stored(tensor, dtype).unflatten(-1, (-1, 2))
         shape[-1] //= 2
         if all(size == 1 or stride % 2 == 0 for size, stride in zip(shape[:-1], strides, strict=False)):
@@ -120,8 +123,12 @@ def rounded(tensor: Tensor, dtype: torch.dtype | str) -> Tensor:
 
 def stored(tensor: Tensor, dtype: torch.dtype | str) -> Tensor:
     """The elements in 8 bits; int8 elements are INT8_FACTOR times as large, and NaN becomes a number. int4
-    elements are one of uint8 each, around 7.5.
+    elements are one of uint8 each, around 7.5. FP4 elements are codes in uint8.
     """
+    if dtype in FP4_DTYPES:
+        numbers = (tensor.float() * FP4_FACTOR).clamp(-6, 6).nan_to_num(6)
+        middles = ((E2M1[1:] + E2M1[:-1]) / 2).to(tensor.device)
+        return (torch.bucketize(numbers.abs().contiguous(), middles) + 8 * (numbers < 0)).to(torch.uint8)
     if dtype == INT4:
         numbers = tensor.float() * INT4_FACTOR + 7.5
         return numbers.round().clamp(0, 15).nan_to_num(15).to(torch.uint8)
@@ -139,14 +146,31 @@ def split_int4(scales: Tensor) -> tuple[Tensor, Tensor]:
 
 INT8_FACTOR = 40.0
 INT4_FACTOR = 4.0
+FP4_FACTOR = 2.0
 
 
-def token_scales(kv: KVCache, slots: list[Tensor], dtype: torch.dtype | str, seed: int) -> Tensor:
+def e2m1_values(codes: Tensor) -> Tensor:
+    """float64, of codes from 0 to 15."""
+    signed = torch.cat((E2M1, -E2M1)).double().to(codes.device)
+    return signed[codes.long()]
+
+
+def block_values(scales: BlockScales) -> Tensor:
+    """float64, with their factor."""
+    blocks = scales.blocks.double()
+    return (torch.exp2(blocks - 127) if scales.blocks.dtype == torch.uint8 else blocks) * scales.factor
+
+
+def token_scales(
+    kv: KVCache, slots: list[Tensor], dtype: torch.dtype | str, seed: int, columns: int = 0
+) -> Tensor | BlockScales:
     """Scales of the tokens in `slots`, [pages, page_size, heads] in an order of the dimensions that the seed
-    chooses. Scales of other tokens are NaN or infinite. dtype: of the elements.
+    chooses. Scales of other tokens are NaN or infinite. dtype: of the elements. columns: of a head, over FP4.
     """
     rng = numpy.random.default_rng([seed, 88])
     shape = kv.k.shape[:3]
+    if dtype in FP4_DTYPES:
+        return block_scales(rng, shape, slots, dtype == MXFP4, columns // 16, kv.device)
     values = torch.from_numpy(rng.uniform(0.2, 1.5, shape)).float()
     values /= INT8_FACTOR if dtype == torch.int8 else INT4_FACTOR if dtype == INT4 else 1.0
     if dtype == INT4:
@@ -164,8 +188,35 @@ def token_scales(kv: KVCache, slots: list[Tensor], dtype: torch.dtype | str, see
     return place.copy_(values)
 
 
+def block_scales(
+    rng: numpy.random.Generator,
+    shape: torch.Size,
+    slots: list[Tensor],
+    is_mx: bool,
+    blocks: int,
+    device: torch.device,
+) -> BlockScales:
+    """As token_scales(); `blocks` for each head."""
+    if is_mx:
+        values = torch.from_numpy(rng.integers(124, 129, (*shape, blocks))).to(torch.uint8)
+    else:
+        values = torch.from_numpy(rng.uniform(2.0, 30.0, (*shape, blocks))).to(torch.float8_e4m3fn)
+    used = torch.zeros(shape[0] * shape[1], dtype=torch.bool)
+    for own in slots:
+        used[own.cpu()] = True
+    values.view(torch.uint8).view(-1, shape[2], blocks)[~used] = 255 if is_mx else 127  # NaN
+    order = rng.permutation(3)
+    room = torch.full([*(2 * shape[dim] for dim in order), 2 * blocks], 255, dtype=torch.uint8, device=device)
+    place = room.view(values.dtype).permute(*numpy.argsort(order).tolist(), 3)
+    place = place[tuple(slice(size, 2 * size) for size in (*shape, blocks))]
+    return BlockScales(place.copy_(values), 1.0 if is_mx else float(rng.uniform(0.02, 0.05)))
+
+
 def rounded_cache(
-    kv: KVCache, dtype: torch.dtype | str, k_scale: Tensor | float | None, v_scale: Tensor | float | None
+    kv: KVCache,
+    dtype: torch.dtype | str,
+    k_scale: Tensor | BlockScales | float | None,
+    v_scale: Tensor | BlockScales | float | None,
 ) -> KVCache:
     return KVCache.from_pair(rounded(kv.k, dtype), rounded(kv.v, dtype), k_scale=k_scale, v_scale=v_scale)
 
@@ -194,7 +245,9 @@ class Float8Case:
         rng = numpy.random.default_rng([spec.seed, 8])
         self.dtype = dtype
         self._k_scale, self._v_scale = (
-            token_scales(built.kv, built.slots, dtype, spec.seed + number)
+            token_scales(
+                built.kv, built.slots, dtype, spec.seed + number, (spec.head_dim, spec.columns_of_v)[number]
+            )
             if form == "token"
             else random_scale(rng, form, len(spec.qo_lens), spec.num_kv_heads, built.device)
             for number, form in enumerate((k_form, v_form))
@@ -250,8 +303,13 @@ class Float8Case:
             begin += qo_len
         return torch.cat(outputs).to(case.q.device), torch.cat(sums).to(case.q.device)
 
-    def _represented(self, rows: Tensor, scale: Tensor | float | None, request: int, slots: Tensor) -> Tensor:
+    def _represented(
+        self, rows: Tensor, scale: Tensor | BlockScales | float | None, request: int, slots: Tensor
+    ) -> Tensor:
         """The values of a request's rows [tokens, heads, columns] in these slots."""
+        if isinstance(scale, BlockScales):
+            of_blocks = block_values(BlockScales(scale.blocks.cpu().flatten(0, 1)[slots], scale.factor))
+            return e2m1_values(rows) * of_blocks.repeat_interleave(16, -1)
         if isinstance(scale, Tensor) and scale.ndim == 3:
             of_rows = scale.cpu().flatten(0, 1)[slots][:, :, None]
             if self.dtype == INT4:

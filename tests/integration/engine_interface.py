@@ -95,7 +95,6 @@ MEMBERS = {
         "state_content_size_bytes",
         "vllm.v1.kv_cache_interface:FullAttentionSpec": "block_size num_kv_heads head_size head_size_v dtype "
         "sliding_window attention_chunk_size dcp_sharded kv_quant_mode state_content_bytes",
-        "vllm.v1.kv_cache_interface:KVQuantMode": "is_per_token_head",
         "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec": "block_size num_kv_heads head_size dtype "
         "attention_chunk_size",
         "vllm.v1.kv_cache_interface:EncoderOnlyAttentionSpec": "block_size num_kv_heads head_size dtype",

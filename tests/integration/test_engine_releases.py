@@ -33,7 +33,7 @@ from engine_interface import (
 )
 from engine_modules import Parameters, Release, parameters_of
 
-from attn_backend.adapters.vllm.rules import INT4_WINDOWS_SINCE
+from attn_backend.adapters.vllm.rules import BYTES_OF_ROWS_SINCE
 from attn_backend.releases import (
     RELEASES,
     SGLANG_ON_CPU_SINCE,
@@ -83,13 +83,23 @@ def adapter_files(engine: str) -> list[Path]:
     return sorted((ADAPTERS / engine).glob("*.py"))
 
 
+def our_classes(file: str) -> dict[str, ast.ClassDef]:
+    body = ast.parse((ADAPTERS / file).read_text()).body
+    return {node.name: node for node in body if isinstance(node, ast.ClassDef)}
+
+
 def our_class(path: str) -> ast.ClassDef:
     file, _, name = path.partition(":")
-    return next(
-        node
-        for node in ast.parse((ADAPTERS / file).read_text()).body
-        if isinstance(node, ast.ClassDef) and node.name == name
-    )
+    return our_classes(file)[name]
+
+
+def our_methods(path: str) -> dict[str, ast.FunctionDef]:
+    """Of a class of ours, and of its bases in the same file."""
+    file, _, name = path.partition(":")
+    classes, found = our_classes(file), {}
+    for base in map(ast.unparse, classes[name].bases):
+        found |= our_methods(f"{file}:{base}") if base in classes else {}
+    return found | {node.name: node for node in classes[name].body if isinstance(node, ast.FunctionDef)}
 
 
 @pytest.mark.parametrize(("engine", "version"), ALL)
@@ -183,8 +193,7 @@ def test_overrides_take_what_the_engine_gives(engine: str, version: str, release
     """By position and by name; they also have everything that the engine requires."""
     wrong = []
     for ours, base in BASES[engine]:
-        class_ = our_class(ours)
-        methods = {node.name: node for node in class_.body if isinstance(node, ast.FunctionDef)}
+        methods = our_methods(ours)
         wrong += [f"{ours} lacks {name}" for name in release.abstract_methods(base) if name not in methods]
         for name, method in methods.items():
             theirs = release.parameters(f"{base}.{name}")
@@ -442,7 +451,7 @@ def test_pages_of_vllm_have_room_for_a_scale_of_each_token_and_head(
         assert asks == (
             release.parameters("vllm.v1.attention.backend:AttentionBackend.customize_spec") is not None
         )
-        assert asks == (not is_before(version, INT4_WINDOWS_SINCE))
+        assert asks == (not is_before(version, BYTES_OF_ROWS_SINCE))
         if asks:
             fields["state_content_bytes"] = columns + 8  # compat.with_bytes_of_scales
         for spec in (
@@ -451,7 +460,7 @@ def test_pages_of_vllm_have_room_for_a_scale_of_each_token_and_head(
         ):
             is_whole = (
                 not asks and type(spec).__name__ == "SlidingWindowSpec"
-            )  # as compat.halves_windows() says
+            )  # as compat.takes_bytes_of_rows() says
             assert spec.page_size_bytes == 32 * 4 * ((2 * 128 if is_whole else columns) + 8)
 
 

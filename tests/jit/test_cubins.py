@@ -64,7 +64,7 @@ def test_kernel_set_is_complete() -> None:
     dequantizers = {
         f"dequantize_{dtype}_{stored}"
         for dtype in ("bf16", "f16")
-        for stored in ("e4m3", "e5m2", "e4m3_tokens", "int8_tokens", "int4_tokens")
+        for stored in ("e4m3", "e5m2", "e4m3_tokens", "int8_tokens", "int4_tokens", "nvfp4", "mxfp4")
     }
     hopper = dequantizers | {
         f"attention_{design}_{shape}"

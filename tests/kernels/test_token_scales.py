@@ -312,11 +312,11 @@ REFUSED = {
         "token_scales": None,
     },
     r"token_scales is False, must be True with kv_dtype='int4'": {"kv_dtype": INT4, "token_scales": False},
-    r"kv_dtype is torch.uint8, must be another one: .*; pass 'int4' for bytes of two columns": {
+    r"kv_dtype is torch.uint8, must be another one: .*; pass 'int4', .* for bytes of two columns": {
         "kv_dtype": torch.uint8,
         "token_scales": None,
     },
-    r"kv_dtype is None, must be torch.float8_e4m3fn, torch.int8 or 'int4' with token_scales=True": {},
+    r"kv_dtype is None, must be torch.float8_e4m3fn, torch.int8, 'int4', .* with token_scales=": {},
     r"kv_dtype is torch.float8_e5m2, must be torch.float8_e4m3fn, ": {"kv_dtype": torch.float8_e5m2},
     r"kv_dtype is torch.uint8, must be torch.float8_e4m3fn, ": {"kv_dtype": torch.uint8},
     r"head_dim_v is 48, must be a multiple of 32 with kv_dtype='int4'": {
@@ -324,7 +324,7 @@ REFUSED = {
         "head_dim_v": 48,
         "token_scales": None,
     },
-    r"kv_dtype is 'int3', must be a torch.dtype, 'int4' or None": {
+    r"kv_dtype is 'int3', must be a torch.dtype, 'int4', 'nvfp4', 'fp4_mx_block16' or None": {
         "kv_dtype": "int3",
         "token_scales": False,
     },

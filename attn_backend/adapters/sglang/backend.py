@@ -17,7 +17,7 @@ request reads:
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -31,7 +31,7 @@ from attn_backend import Attention, KVCache, append_kv
 from attn_backend.adapters.layers import LayerSpec
 from attn_backend.adapters.metrics import export_counts, log_start
 from attn_backend.adapters.served import warn_if_untried
-from attn_backend.metadata.kv_cache import SCALED_DTYPES
+from attn_backend.metadata.kv_cache import SCALED_DTYPES, Scale
 
 from . import compat
 from .mla import append_latents, ask_for_parts, has_latents
@@ -320,7 +320,8 @@ class SGLangAttentionBackend(AttentionBackend):
         if k_rope is not None:
             k = torch.cat((k, k_rope), -1)
         if self._is_float8:
-            k, v = quantize(k, kv.k_scale, kv.dtype), quantize(v, kv.v_scale, kv.dtype)
+            scales = cast("tuple[Scale, Scale]", (kv.k_scale, kv.v_scale))
+            k, v = quantize(k, scales[0], kv.dtype), quantize(v, scales[1], kv.dtype)
         self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(slots, self._window_slots), k, v)
         return False
 

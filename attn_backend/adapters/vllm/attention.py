@@ -10,7 +10,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from attn_backend.adapters.layers import LayerSpec
 from attn_backend.jit.manifest import SHIPPED_FLOAT8_OUT_HEAD_DIMS, HeadDims
 from attn_backend.kernels.append import append_kv
-from attn_backend.metadata.kv_cache import INT4, CacheDtype, KVCache, stored_columns
+from attn_backend.metadata.kv_cache import INT4, NVFP4, BlockScales, CacheDtype, KVCache
 
 from . import compat
 from .compat import outside_memory_pools
@@ -18,16 +18,17 @@ from .metadata import AttnMetadata, window_left
 from .rules import (
     ATTN_TYPES,
     BYTE_CACHES,
-    CACHE_OF_WINDOWS,
+    CACHE_OF_OLD_RELEASES,
     FLOAT8_CACHES,
     HEAD_SIZES,
     OTHER_BACKEND,
     OTHER_CACHE,
     TOKEN_SCALED_CACHES,
+    bytes_of_row,
     unsupported_argument,
     unsupported_cache,
     unsupported_layer,
-    unsupported_window,
+    unsupported_pages,
 )
 from .support import refuse
 
@@ -42,7 +43,7 @@ def elements_of_row(columns: int, kv_cache_dtype: str) -> int:
     their scales. columns: of K and V together.
     """
     dtype = TOKEN_SCALED_CACHES.get(kv_cache_dtype)
-    return columns if dtype is None else stored_columns(columns, dtype) + compat.BYTES_OF_SCALES
+    return columns if dtype is None else 2 * sum(bytes_of_row(columns // 2, dtype))
 
 
 class AttnImpl(AttentionImpl[AttnMetadata]):
@@ -106,9 +107,11 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         unsupported = unsupported_cache(heads, kv_cache_dtype, device.type)
         if unsupported is not None:
             self._refuse(unsupported, "pass fp8 or the model's dtype as --kv-cache-dtype")
-        unsupported = unsupported_window(kv_cache_dtype, compat.halves_windows())
-        if unsupported is not None and sliding_window is not None:
-            self._refuse(unsupported, CACHE_OF_WINDOWS)
+        unsupported = unsupported_pages(
+            kv_cache_dtype, sliding_window is not None, compat.takes_bytes_of_rows()
+        )
+        if unsupported is not None:
+            self._refuse(unsupported, CACHE_OF_OLD_RELEASES)
         if sinks is not None and sinks.shape != (num_heads,):
             self._refuse(f"sinks of shape {tuple(sinks.shape)} in a layer of {num_heads} heads")
         for name, value in extra.items():
@@ -303,7 +306,10 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
 
     def _view(self, layer: Any, kv_cache: torch.Tensor) -> KVCache:
         if self.cache_dtype is not None and self.has_token_scales:
-            return token_scaled_view(kv_cache, self.head_size, self.cache_dtype)
+            factors = None
+            if self.cache_dtype == NVFP4 and not self._shares_cache(layer):
+                factors = layer._k_scale_float, layer._v_scale_float
+            return token_scaled_view(kv_cache, self.head_size, self.cache_dtype, factors)
         return kv_cache_view(
             kv_cache,
             self.head_size,
@@ -370,8 +376,13 @@ def kv_cache_view(
     return view
 
 
-def token_scaled_view(kv_cache: torch.Tensor, head_size: int, dtype: CacheDtype) -> KVCache:
-    """The K, the V and the scales of a layer's cache with a scale for each token and head, kept like
+def token_scaled_view(
+    kv_cache: torch.Tensor,
+    head_size: int,
+    dtype: CacheDtype,
+    factors: tuple[float, float] | None = None,
+) -> KVCache:
+    """The K, the V and the scales of a layer's cache with scales for each token and head, kept like
     kv_cache_view().
 
     vLLM's own backend has a row of K, its scale, a row of V and its scale for each token and head. Kernels
@@ -382,15 +393,17 @@ def token_scaled_view(kv_cache: torch.Tensor, head_size: int, dtype: CacheDtype)
     HND pages.
 
     Args:
-        kv_cache: of one-byte elements, [blocks, num_kv_heads, page, bytes of K and of V + 8].
+        kv_cache: of one-byte elements, [blocks, num_kv_heads, page, bytes of K and of V with their scales].
         head_size: columns of K.
         dtype: of the elements.
+        factors: of NVFP4's scales, of K and of V: vLLM's scales of the layer. None: as when the view was
+            made, or 1.
 
     Raises:
         NotImplementedError: neither a head's nor a page's rows lie side by side.
     """
     view: KVCache | None = getattr(kv_cache, "_attn_backend_view", None)
-    if view is not None:
+    if view is not None and (factors is None or factors == _factors_of(view)):
         return view
     data = kv_cache.data.view(torch.uint8)
     blocks, heads, page, row = data.shape
@@ -399,22 +412,34 @@ def token_scaled_view(kv_cache: torch.Tensor, head_size: int, dtype: CacheDtype)
     if not is_by_head and (head_stride, token_stride) != (row, heads * row):
         refuse(f"a KV cache of strides {data.stride()} with a scale for each token and head", OTHER_CACHE)
     rows = page if is_by_head else page * heads  # that lie side by side
-    k_bytes = stored_columns(head_size, dtype)
+    k_bytes, k_scale_bytes = bytes_of_row(head_size, dtype)
+    of_v = row - k_bytes - k_scale_bytes
+    v_scale_bytes = of_v // 9 if dtype == NVFP4 else 4
+    sizes = [rows * size for size in (k_bytes, of_v - v_scale_bytes, k_scale_bytes, v_scale_bytes)]
     parts = data.as_strided(
         (blocks, heads if is_by_head else 1, rows * row), (block_stride, head_stride, 1)
-    ).split([rows * k_bytes, rows * (row - compat.BYTES_OF_SCALES - k_bytes), 4 * rows, 4 * rows], dim=2)
+    ).split(sizes, dim=2)
 
     def rows_of(part: torch.Tensor) -> torch.Tensor:
         """Elements [blocks, page, heads, columns]; of int4, bytes of two."""
         part = (part if isinstance(dtype, str) else part.view(dtype)).unflatten(2, (rows, -1))
         return part.transpose(1, 2) if is_by_head else part.squeeze(1).unflatten(1, (page, heads))
 
-    def scales_of(part: torch.Tensor) -> torch.Tensor:
-        """Scales [blocks, page, heads], each head's side by side."""
+    def scales_of(part: torch.Tensor, factor: float) -> torch.Tensor | BlockScales:
+        """Scales [blocks, page, heads], each head's side by side; or BlockScales."""
+        if dtype == NVFP4:
+            of_blocks = part.view(torch.float8_e4m3fn).unflatten(2, (-1, page, part.shape[2] // rows))
+            return BlockScales(of_blocks.flatten(1, 2).transpose(1, 2), factor)
         return part.view(torch.float32).view(blocks, heads, page).transpose(1, 2)
 
     k, v = map(rows_of, parts[:2])
-    k_scale, v_scale = map(scales_of, parts[2:])
-    view = KVCache(k, v, k_scale, v_scale)
+    view = KVCache(k, v, *map(scales_of, parts[2:], factors or (1.0, 1.0)))
     kv_cache._attn_backend_view = view  # type: ignore[attr-defined]
     return view
+
+
+def _factors_of(view: KVCache) -> tuple[float, float]:
+    k_scale, v_scale = view.k_scale, view.v_scale
+    assert isinstance(k_scale, BlockScales)
+    assert isinstance(v_scale, BlockScales)
+    return k_scale.factor, v_scale.factor

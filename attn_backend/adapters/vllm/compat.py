@@ -56,7 +56,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from attn_backend.settings import Settings
 
-from .rules import OWN_NAME
+from .rules import OWN_NAME, TOKEN_SCALED_CACHES, bytes_of_row
 
 T = TypeVar("T")
 
@@ -83,30 +83,26 @@ def kv_cache_stride_order(include_num_layers_dimension: bool) -> tuple[int, ...]
     return STRIDE_ORDERS[get_kv_cache_layout(), include_num_layers_dimension]
 
 
-BYTES_OF_SCALES = 8  # of a token and head: one float32 for K and one for V
-
-
 def with_bytes_of_scales(kv_cache_spec: Any) -> Any:
-    """A layer's spec whose pages have room for a scale of each token and head, if its cache has them.
+    """A layer's spec whose pages have room for the scales of each token and head, if its cache has them.
 
     Releases without the field add the bytes themselves.
     """
     spec = kv_cache_spec
-    mode = getattr(spec, "kv_quant_mode", None)
-    if not getattr(mode, "is_per_token_head", False) or not hasattr(spec, "state_content_bytes"):
+    name = getattr(getattr(spec, "kv_quant_mode", None), "name", "").lower()
+    if name not in TOKEN_SCALED_CACHES or not takes_bytes_of_rows():
         return spec
     if spec.state_content_bytes is not None:
         return spec
-    columns = spec.head_size + head_size_v(spec)
-    if mode is not None and mode.name == "INT4_PER_TOKEN_HEAD":
-        columns //= 2
-    return replace(spec, state_content_bytes=columns * spec.dtype.itemsize + BYTES_OF_SCALES)
+    dtype = TOKEN_SCALED_CACHES[name]
+    of_both = sum(bytes_of_row(spec.head_size, dtype)) + sum(bytes_of_row(head_size_v(spec), dtype))
+    return replace(spec, state_content_bytes=of_both)
 
 
-def halves_windows() -> bool:
-    """Whether vLLM allocates 4-bit pages for layers with a sliding window over int4.
+def takes_bytes_of_rows() -> bool:
+    """Whether a backend may tell vLLM how many bytes a token and head take.
 
-    Up to 0.27 these pages have room for 8-bit elements, and the shape of the cache does not fit them.
+    Up to 0.27 vLLM only knows int4, and gives pages of layers with a sliding window room for 8-bit elements.
     """
     return hasattr(AttentionSpec, "state_content_bytes")
 

@@ -23,7 +23,14 @@ from attn_backend.adapters.checkpoint import (
     refused,
 )
 from attn_backend.jit.manifest import MLA_HEAD_DIMS, HeadDims
-from attn_backend.metadata.kv_cache import INT4, INT4_COLUMNS, CacheDtype
+from attn_backend.metadata.kv_cache import (
+    BLOCK_COLUMNS,
+    FOUR_BIT_COLUMNS,
+    INT4,
+    NVFP4,
+    CacheDtype,
+    stored_columns,
+)
 from attn_backend.releases import is_before
 from attn_backend.validation import describe
 
@@ -42,11 +49,13 @@ FLOAT8_CACHES: dict[str, torch.dtype] = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-# with a scale for each token and head, which append computes; rows of int4 are rotated
+# with a scale for each token and head, or for 16 columns of it, which append computes; rows of int4 are
+# rotated
 TOKEN_SCALED_CACHES: dict[str, CacheDtype] = {
     "int8_per_token_head": torch.int8,
     "fp8_per_token_head": torch.float8_e4m3fn,
     "int4_per_token_head": INT4,
+    "nvfp4": NVFP4,
 }
 # those whose tensors have one-byte elements in vLLM
 BYTE_CACHES: dict[str, CacheDtype] = {**FLOAT8_CACHES, **TOKEN_SCALED_CACHES}
@@ -56,9 +65,9 @@ CACHES = ("auto", *PLAIN_CACHES, *BYTE_CACHES)
 LATENT_CACHES = ("auto", *PLAIN_CACHES, *FLOAT8_LATENTS)
 # rows of 656 bytes, with scales for each block of columns; only behind an indexer
 SCALED_LATENTS = "fp8_ds_mla"
-# Up to 0.27 vLLM allocates pages of 8-bit elements for layers with a sliding window over int4.
-INT4_WINDOWS_SINCE = "0.28.0"
-CACHE_OF_WINDOWS = "use vLLM 0.28 or later, or pass --kv-cache-dtype int8_per_token_head"
+# Up to 0.27 vLLM only knows the bytes of rows of int4. Its pages of sliding windows have 8-bit rows.
+BYTES_OF_ROWS_SINCE = "0.28.0"
+CACHE_OF_OLD_RELEASES = "use vLLM 0.28 or later, or pass --kv-cache-dtype int8_per_token_head"
 
 
 def unsupported_layer(head_size: int, head_size_v: int, attn_type: str) -> str | None:
@@ -83,20 +92,29 @@ def unsupported_cache(heads: HeadDims, kv_cache_dtype: str, device: str) -> str 
         return f"a KV cache of dtype {kv_cache_dtype}"
     dtype = TOKEN_SCALED_CACHES.get(kv_cache_dtype)
     refused = device == "cuda" and heads.is_wide and dtype is not None
-    if dtype == INT4:
-        refused |= not heads.may_be_rotated or heads.qk % INT4_COLUMNS != 0
+    if dtype in FOUR_BIT_COLUMNS:
+        refused |= any(columns % FOUR_BIT_COLUMNS[dtype] != 0 for columns in heads)
+        refused |= dtype == INT4 and not heads.may_be_rotated
     return f"a KV cache of dtype {kv_cache_dtype} for heads of {heads} columns" if refused else None
 
 
-def unsupported_window(kv_cache_dtype: str, halves_windows: bool) -> str | None:
-    """Why a layer with a sliding window cannot have a cache of this dtype, or None.
+def bytes_of_row(columns: int, dtype: CacheDtype) -> tuple[int, int]:
+    """Bytes of a row of K or V in a cache of TOKEN_SCALED_CACHES, and of its scales."""
+    return stored_columns(columns, dtype), columns // BLOCK_COLUMNS if dtype == NVFP4 else 4
+
+
+def unsupported_pages(kv_cache_dtype: str, has_window: bool, takes_bytes_of_rows: bool) -> str | None:
+    """Why vLLM's pages have no room for a layer's cache of this dtype, or None.
 
     Args:
-        halves_windows: vLLM allocates 4-bit pages for these layers (compat.halves_windows).
+        has_window: the layer has a sliding window.
+        takes_bytes_of_rows: a backend may tell vLLM their size (compat.takes_bytes_of_rows).
     """
-    if halves_windows or TOKEN_SCALED_CACHES.get(kv_cache_dtype) != INT4:
+    dtype = TOKEN_SCALED_CACHES.get(kv_cache_dtype)
+    if takes_bytes_of_rows or dtype not in FOUR_BIT_COLUMNS or (dtype == INT4 and not has_window):
         return None
-    return f"a KV cache of dtype {kv_cache_dtype} in a layer with a sliding window"
+    where = " in a layer with a sliding window" if dtype == INT4 else ""
+    return f"a KV cache of dtype {kv_cache_dtype}{where}"
 
 
 def unsupported_argument(name: str, value: Any) -> str | None:
@@ -202,9 +220,9 @@ def _refusals(model: Checkpoint, device: str, options: Mapping[str, str], releas
     all_heads = {layer.heads for layer in model.layers}
     for what in sorted({unsupported_cache(heads, cache, device) or "" for heads in all_heads} - {""}):
         yield Refusal(what, OTHER_CACHE)
-    what = unsupported_window(cache, not is_before(release, INT4_WINDOWS_SINCE))
-    if what is not None and has_windows(model):
-        yield Refusal(what, CACHE_OF_WINDOWS)
+    what = unsupported_pages(cache, has_windows(model), not is_before(release, BYTES_OF_ROWS_SINCE))
+    if what is not None:
+        yield Refusal(what, CACHE_OF_OLD_RELEASES)
     kinds = {(layer.heads, layer.attn_type, layer.arguments) for layer in model.layers}
     for heads, attn_type, arguments in sorted(kinds):
         for what in (

@@ -156,10 +156,12 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
   /// Widens the keys and values of tokens [begin, end) of the block.
   void widen_cache(TokenRows& tokens, const TokenRange& part, TransformedRows& keys, TransformedRows& values) const {
     if constexpr (kWidens) {
-      const bool has_scales = params_.k_scales.exist();
+      const AttentionTokenScales& scales = params_.token_scales;
       const DataType element = variant_.scales.element;
-      Rows::widen_rows(tokens.keys, has_scales ? tokens.key_scales : nullptr, element, dims_.qk, part, keys);
-      Rows::widen_rows(tokens.values, has_scales ? tokens.value_scales : nullptr, element, dims_.v, part, values);
+      Rows::widen_rows(tokens.keys, scales.k.exist() ? tokens.key_scales : nullptr, scales.k_factor, element, dims_.qk,
+                       part, keys);
+      Rows::widen_rows(tokens.values, scales.v.exist() ? tokens.value_scales : nullptr, scales.v_factor, element,
+                       dims_.v, part, values);
     }
   }
 

@@ -118,7 +118,7 @@ Kernels load_variant(const char* file) {
 void run_attention(const LatentAttentionParams& given, const AttentionTokenScales& token_scales, DataType dtype,
                    DataType kv_dtype, HeadDims dims, bool rotates, const Kernels* variant_kernels) {
   const bool widens = has_8_bits(kv_dtype);
-  const CpuAttentionParams params{given, !widens && kv_dtype != dtype, token_scales.k, token_scales.v, rotates};
+  const CpuAttentionParams params{given, !widens && kv_dtype != dtype, token_scales, rotates};
   const Kernels kernels =
       variant_kernels != nullptr ? *variant_kernels : choose_kernels(widens ? dtype : kv_dtype, widens, dims);
   const bool use_threads = estimate_work(params, dims) >= kMinThreadedWork;

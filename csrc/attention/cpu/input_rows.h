@@ -71,9 +71,11 @@ struct CacheRows {
     }
   }
 
-  /// Widens a row of the cache or of Q from a type of 8 bits or 4. `scale`: multiplies its numbers before they are
-  /// rounded; of an int4 cache, it is an Int4Scale as stored.
-  static void widen_row(const void* row, DataType dtype, int columns, Element* to, float scale = 1.0f) {
+  /// Widens a row of the cache or of Q from a type of 8 bits or 4. `scales`: the row's TokenScales, which multiply its
+  /// numbers before they are rounded; nullptr: it has none. `factor`: of scales of blocks.
+  static void widen_row(const void* row, DataType dtype, int columns, Element* to, const float* scales = nullptr,
+                        float factor = 1.0f) {
+    const float scale = scales == nullptr ? 1.0f : *scales;
     switch (dtype) {
       case DataType::kFloat8E4M3:
         return widen_numbers(static_cast<const Float8E4M3*>(row), columns, to, scale);
@@ -83,6 +85,10 @@ struct CacheRows {
         return widen_numbers(static_cast<const Int8*>(row), columns, to, scale);
       case DataType::kInt4:
         return widen_int4(static_cast<const uint8_t*>(row), columns, to, Int4Scale(scale));
+      case DataType::kNvFp4:
+      case DataType::kMxFp4:
+        return widen_fp4(static_cast<const uint8_t*>(row), dtype, columns, to, reinterpret_cast<const uint8_t*>(scales),
+                         factor);
       case DataType::kScaledLatent:
         return widen_latent(static_cast<const char*>(row), columns, to);
       case DataType::kFloat32:
@@ -104,11 +110,11 @@ struct CacheRows {
 
   /// Widens rows [begin, end) of the block. `rows`: their addresses, then the addresses of the results. `scales`: of
   /// the rows, or nullptr.
-  static void widen_rows(const char** rows, const float* scales, DataType dtype, int columns, const TokenRange& part,
-                         TransformedRows& wide) {
+  static void widen_rows(const char** rows, const float* const* scales, float factor, DataType dtype, int columns,
+                         const TokenRange& part, TransformedRows& wide) {
     for (int i = part.begin; i < part.end; ++i) {
       Element* const to = wide.rows[i - part.begin];
-      widen_row(rows[i], dtype, columns, to, scales == nullptr ? 1.0f : scales[i]);
+      widen_row(rows[i], dtype, columns, to, scales == nullptr ? nullptr : scales[i], factor);
       rows[i] = reinterpret_cast<const char*>(to);
     }
   }
@@ -126,6 +132,22 @@ struct CacheRows {
     for (int j = 0; j < columns / 2; ++j) {
       values[2 * j] = static_cast<float>((row[j] & 15) - scale.zero_point) * scale.scale;
       values[2 * j + 1] = static_cast<float>((row[j] >> 4) - scale.zero_point) * scale.scale;
+    }
+    for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
+  }
+
+  static void widen_fp4(const uint8_t* row, DataType dtype, int columns, Element* to, const uint8_t* scales,
+                        float factor) {
+    constexpr float kValues[] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
+                                 -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+    alignas(64) float values[kMaxHeadDim];
+    for (int block = 0; block < columns / kScaleColumns; ++block) {
+      const float scale = dtype == DataType::kMxFp4 ? bits_float(static_cast<uint32_t>(scales[block]) << 23)
+                                                    : to_float(Float8E4M3{scales[block]}) * factor;
+      for (int j = block * kScaleColumns; j < (block + 1) * kScaleColumns; j += 2) {
+        values[j] = kValues[row[j / 2] & 15] * scale;
+        values[j + 1] = kValues[row[j / 2] >> 4] * scale;
+      }
     }
     for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
   }

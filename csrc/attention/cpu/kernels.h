@@ -47,8 +47,8 @@ struct SplitPair {
 struct TokenRows {
   const char* keys[kMaxBlockTokens];
   const char* values[kMaxBlockTokens];
-  float key_scales[kMaxBlockTokens];
-  float value_scales[kMaxBlockTokens];
+  const float* key_scales[kMaxBlockTokens];
+  const float* value_scales[kMaxBlockTokens];
   int count;
 };
 
@@ -70,8 +70,7 @@ struct alignas(64) Scratch {
 /// The kernels' arguments.
 struct CpuAttentionParams : LatentAttentionParams {
   bool is_mixed;  // Q and O have the other 16-bit type than the cache, which products take
-  TokenScales k_scales;
-  TokenScales v_scales;
+  AttentionTokenScales token_scales;
   bool rotates;  // K and V are rotated (common/rotation.h)
 };
 

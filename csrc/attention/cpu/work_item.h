@@ -112,15 +112,15 @@ struct CacheTokens {
           rows.keys[i + j] = key + j * key_step;
           rows.values[i + j] = value + j * value_step;
         }
-        for (int32_t j = 0; j < run && params.k_scales.exist(); ++j) {
+        for (int32_t j = 0; j < run && params.token_scales.k.exist(); ++j) {
           const SlotPlace place{first.page, in_page + j};
-          rows.key_scales[i + j] = params.k_scales.of(place, item.head);
-          rows.value_scales[i + j] = params.v_scales.of(place, item.head);
+          rows.key_scales[i + j] = &params.token_scales.k.of(place, item.head);
+          rows.value_scales[i + j] = &params.token_scales.v.of(place, item.head);
         }
       } else {
         for (int32_t j = i; j < i + run; ++j) {
           rows.keys[j] = rows.values[j] = no_token;
-          rows.key_scales[j] = rows.value_scales[j] = 1.0f;
+          rows.key_scales[j] = rows.value_scales[j] = reinterpret_cast<const float*>(no_token);
         }
       }
       i += run;

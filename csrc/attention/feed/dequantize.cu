@@ -67,7 +67,7 @@ __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
     constexpr int kAhead = 8;  // chunks that a thread loads before it stores the first
     const int32_t num_chunks = kDequantizedRows * p.row_chunks.divisor;
     for (int32_t begin = threadIdx.x; begin < num_chunks; begin += kAhead * kDequantizeThreads) {
-      uint2 stored[kAhead] = {};  // of Int4 only one word
+      uint2 stored[kAhead] = {};  // of 4 bits only one word
       float scales[kAhead] = {};
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
@@ -79,11 +79,12 @@ __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
         if (from < 0 || chunk.column >= tensor.head_columns) continue;
         const char* const data = static_cast<const char*>(tensor.stored.data) + from +
                                  chunk.head * tensor.stored.head_stride + stored_columns<KernelStored>(chunk.column);
-        if constexpr (is_same<KernelStored, Int4>)
+        if constexpr (kHas4Bits<KernelStored>)
           stored[i].x = *reinterpret_cast<const uint32_t*>(data);
         else
           stored[i] = *reinterpret_cast<const uint2*>(data);
-        if constexpr (kKernelHasTokenScales) scales[i] = tensor.scales.of(places[chunk.row], chunk.head);
+        const int32_t scale_word = kHasBlockScales<KernelStored> ? chunk.column / (4 * kScaleColumns) : 0;
+        if constexpr (kKernelHasTokenScales) scales[i] = (&tensor.scales.of(places[chunk.row], chunk.head))[scale_word];
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
@@ -94,8 +95,9 @@ __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
         const int64_t head = int64_t{first_row + chunk.row} * p.num_kv_heads + chunk.head;
         const int64_t element = head * tensor.head_chunks.divisor * kChunkColumns + chunk.column;
         uint4& to = *reinterpret_cast<uint4*>(static_cast<char*>(tensor.target) + element * KernelElement::kBytes);
-        if constexpr (is_same<KernelStored, Int4>)
-          to = dequantize_int4<KernelElement>(stored[i].x, Int4Factors(__float_as_uint(scales[i])));
+        if constexpr (kHas4Bits<KernelStored>)
+          to = dequantize_4_bits<KernelElement, KernelStored>(stored[i].x, chunk.column / kChunkColumns,
+                                                              __float_as_uint(scales[i]), tensor.factor);
         else if constexpr (kKernelHasTokenScales)
           to = dequantize_eight<KernelElement, KernelStored>(stored[i], scales[i]);
         else

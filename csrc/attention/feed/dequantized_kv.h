@@ -30,14 +30,17 @@ constexpr int32_t kChunkColumns = 8;  // that a thread dequantizes at a time
 struct DequantizedTensor {
   KvTensor stored;
   TokenScales scales;  // if the cache has any
+  float factor;        // of scales of blocks
   int32_t head_columns;
   FastDivisor head_chunks;  // of dequantized_columns()
   void* target;
 
   DequantizedTensor() = default;
-  DequantizedTensor(const KvTensor& stored_, const TokenScales& scales_, int32_t head_columns_, void* target_)
+  DequantizedTensor(const KvTensor& stored_, const TokenScales& scales_, float factor_, int32_t head_columns_,
+                    void* target_)
       : stored(stored_),
         scales(scales_),
+        factor(factor_),
         head_columns(head_columns_),
         head_chunks(dequantized_columns(head_columns_) / kChunkColumns),
         target(target_) {}

@@ -1,9 +1,9 @@
-// How the producer dequantizes tiles of an 8-bit or int4 cache where they lie, in the ring: consumers then multiply
+// How the producer dequantizes tiles of an 8-bit or 4-bit cache where they lie, in the ring: consumers then multiply
 // 16-bit tiles by the loops of a 16-bit cache.
 //
 // A stage has room for a stored tile. A dequantized tile takes dequantized_stages of them. The copier loads a warp's
 // share of a tile and spreads it over the memory of the 16-bit tile (kv_copiers.cuh). The warp waits for it at one of
-// its barriers, kv_stored. A row of a stored block becomes the same row of two blocks, over int4 of up to four. The
+// its barriers, kv_stored. A row of a stored block becomes the same row of two blocks, over 4 bits of up to four. The
 // last of them lies where the stored block did: a lane reads a chunk before it writes over it. No other lane has a part
 // in the row.
 //
@@ -36,9 +36,10 @@ class InPlaceDequantizer {
   static constexpr bool kHasScales = Traits::Variant::kHasTokenScales;
   static_assert(Shared::kKvParts % kTileParts == 0, "a tile's stages lie together");
 
-  /// `arrivals`: of a warp at the barrier of a part, as without dequantization.
-  __device__ __forceinline__ InPlaceDequantizer(const Shared& shared, const Share& share, uint32_t arrivals)
-      : shared_(shared), share_(share), arrivals_(arrivals) {}
+  /// `arrivals`: of a warp at the barrier of a part, as without dequantization. `factor`: KvShare::scale_factor().
+  __device__ __forceinline__ InPlaceDequantizer(const Shared& shared, const Share& share, uint32_t arrivals,
+                                                float factor)
+      : shared_(shared), share_(share), arrivals_(arrivals), factor_(factor) {}
 
   /// Fills `count` tiles of an item; no more than `limited` of the first as wait_for_part() says. The first has been
   /// looked up; look_up(i) does so for number i. `place`: where the warp's part of the first is, were it to stay as it
@@ -158,8 +159,8 @@ class InPlaceDequantizer {
 
   template <class Stored, class Wide>
   __device__ __forceinline__ void dequantize_share(char* tile, int part) const {
-    if constexpr (Traits::kIsInt4)
-      dequantize_int4_rows<Stored, Wide>(tile, part);
+    if constexpr (Traits::kKvForm.has_4_bits())
+      dequantize_4_bit_rows<Stored, Wide>(tile, part);
     else
       dequantize_rows<Stored, Wide>(tile, part);
   }
@@ -211,16 +212,18 @@ class InPlaceDequantizer {
     }
   }
 
-  /// The same for Int4. The one stored block lies in the last that it becomes, so that one chunk read ahead is enough.
+  /// The same for 4 bits. The one stored block lies in the last that it becomes, so that one chunk read ahead is
+  /// enough.
   template <class Stored, class Wide>
-  __device__ __forceinline__ void dequantize_int4_rows(char* tile, int part) const {
+  __device__ __forceinline__ void dequantize_4_bit_rows(char* tile, int part) const {
     constexpr int kChunks = Wide::kBlocks * 2;  // of a row, of 32 numbers
     static_assert(Share::kTokens % 32 == 0 && Stored::kBlocks == 1 && kChunks <= 8 &&
                   Stored::kRowBytes == Wide::kRowBytes);
 #pragma unroll 1
     for (int i = 0; i < kLaneRows; ++i) {
       const int number = ptx::lane_id() + 32 * i;
-      const Int4Factors of_row(ptx::load_word(share_.token_scale(shared_, part, number)));
+      const uint32_t scales = share_.token_scale(shared_, part, number);
+      uint32_t scale_word = ptx::load_word(scales);
       const uint32_t row = Wide::offset(share_.first_token + number, 0);
       const auto read = [&](int chunk) {
         return *reinterpret_cast<const uint4*>(tile + (row ^ chunk << 4) + (Wide::kBlocks - 1) * Wide::kBlockBytes);
@@ -230,10 +233,12 @@ class InPlaceDequantizer {
       for (int chunk = 0; chunk < kChunks; ++chunk) {
         const uint32_t words[4] = {next.x, next.y, next.z, next.w};
         if (chunk + 1 < kChunks) next = read(chunk + 1);
+        if (Traits::kKvForm.has_block_scales && chunk % 2 == 0) scale_word = ptx::load_word(scales + chunk / 2 * 4);
 #pragma unroll
         for (int w = 0; w < 4; ++w)
           *reinterpret_cast<uint4*>(tile + (row ^ (chunk % 2 * 4 + w) << 4) + chunk / 2 * Wide::kBlockBytes) =
-              dequantize_int4<typename Wide::Element>(words[w], of_row);
+              dequantize_4_bits<typename Wide::Element, typename Stored::Element>(words[w], chunk % 2 * 4 + w,
+                                                                                  scale_word, factor_);
       }
     }
   }
@@ -252,6 +257,7 @@ class InPlaceDequantizer {
   const Shared& shared_;
   const Share& share_;
   const uint32_t arrivals_;
+  const float factor_;
   int loaded_ = 0;  // tiles so far
 };
 

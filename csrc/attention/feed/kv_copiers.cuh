@@ -22,10 +22,10 @@
 namespace attn::feed {
 
 /// The block of a tile's memory to which a stored block is loaded. `spreads`: to be dequantized there; `wide_blocks`:
-/// of the dequantized tile. Int4 has one stored block.
+/// of the dequantized tile. Types of 4 bits have one stored block.
 template <class Stored>
 __device__ __forceinline__ int target_block(int block, bool spreads, int wide_blocks) {
-  if constexpr (is_same<Stored, Int4>) return spreads ? wide_blocks - 1 : block;
+  if constexpr (kHas4Bits<Stored>) return spreads ? wide_blocks - 1 : block;
   return spreads ? min_of(2 * block + 1, wide_blocks - 1) : block;
 }
 
@@ -35,6 +35,7 @@ struct KvShare {
   using Shared = SharedMemory<Traits>;
   static constexpr int kTokens = Traits::kTuning.kv_tile / 2;
   static constexpr int kLaneTokens = ceil_div(kTokens, 32);
+  static constexpr int kScaleWords = max_of(Traits::kTuning.token_scale_words, 1);  // of the TokenScales of a token
   static constexpr int kMaxBlocks = max_of(KTile<Traits>::kBlocks, VTile<Traits>::kBlocks);
   /// With wide heads: the blocks in the first part of a stage.
   static constexpr int kLeftBlocks = VTile<Traits>::kBlocks / 2;
@@ -54,8 +55,20 @@ struct KvShare {
   /// Starts to copy the TokenScales of token number `number` of the share to their place next to part number `part`.
   __device__ __forceinline__ void copy_token_scale(const AttentionParams& params, const Shared& shared, int part,
                                                    int number, SlotPlace token, bool exists, int32_t head) const {
-    ptx::cp_async_4_or_zero(token_scale(shared, part, number),
-                            &token_scales(params).of(exists ? token : SlotPlace{0, 0}, exists ? head : 0), exists);
+    const float* const words = &token_scales(params).of(exists ? token : SlotPlace{0, 0}, exists ? head : 0);
+#pragma unroll
+    for (int word = 0; word < kScaleWords; ++word) {
+      const bool is_there = exists && (kScaleWords == 1 || word < scale_words(columns(), true));
+      ptx::cp_async_4_or_zero(token_scale(shared, part, number) + word * 4, words + (is_there ? word : 0), is_there);
+    }
+  }
+  /// Of scales of blocks.
+  __device__ __forceinline__ float scale_factor(const AttentionParams& params) const {
+    if constexpr (Traits::kKvForm.has_block_scales) {
+      const auto& scales = params.variant.template as<typename Traits::Variant::Params>().scales;
+      return is_v ? scales.v_factor : scales.k_factor;
+    }
+    return 1.0f;
   }
   __device__ __forceinline__ const TokenScales& token_scales(const AttentionParams& params) const {
     const auto& scales = params.variant.template as<typename Traits::Variant::Params>().scales;
@@ -63,9 +76,10 @@ struct KvShare {
   }
   /// The address of that place.
   __device__ __forceinline__ uint32_t token_scale(const Shared& shared, int part, int number) const {
-    return shared.token_scales(part) + (first_token % Shared::kPartTokens + number) * 4;
+    return shared.token_scales(part) + (first_token % Shared::kPartTokens + number) * (kScaleWords * 4);
   }
 
+  __device__ __forceinline__ int columns() const { return is_v ? Traits::Shape::kV : Traits::Shape::kQk; }
   /// Blocks of columns of a row that has been dequantized.
   __device__ __forceinline__ int wide_blocks() const {
     return is_v ? WgmmaVTile<Traits>::kBlocks : WgmmaKTile<Traits>::kBlocks;
@@ -138,7 +152,8 @@ struct BoxCopier {
     const uint32_t full = stored != 0 ? stored : shared.kv_full(part);
     const uint32_t boxes = __popc(__ballot_sync(0xffffffffu, box.wanted));
     const uint32_t box_bytes =
-        params.box_tokens * (share.row_bytes(kFirst, kEnd) + (kHasTokenScales && !scales_are_apart ? 4 : 0));
+        params.box_tokens *
+        (share.row_bytes(kFirst, kEnd) + (kHasTokenScales && !scales_are_apart ? Share::kScaleWords * 4 : 0));
     if (ptx::lane_id() == 0) {
       if (scales_are_apart)
         ptx::mbarrier_expect(full, boxes * box_bytes);
@@ -170,9 +185,10 @@ struct BoxCopier {
     }
     if constexpr (kHasTokenScales) {
       if (params.scales_lie_together())
-        ptx::copy_bytes(share.token_scale(shared, part, box_token),
-                        params.scales_of(share.token_scales(params.attention), box.page, head) + box.row,
-                        params.box_tokens * 4, full);
+        ptx::copy_bytes(
+            share.token_scale(shared, part, box_token),
+            params.scales_of(share.token_scales(params.attention), box.page, head) + box.row * Share::kScaleWords,
+            params.box_tokens * (Share::kScaleWords * 4), full);
     }
   }
 
@@ -194,9 +210,9 @@ struct BoxCopier {
   }
 };
 
-/// As RowPieces, for a warp: of a row of Int4, only chunks that it has are taken.
+/// As RowPieces, for a warp: of a row of 4 bits, only chunks that it has are taken.
 template <class Tile>
-struct Int4Pieces {
+struct FourBitPieces {
   static constexpr int kChunks = Tile::kHeadChunks <= 2 ? 2 : Tile::kHeadChunks <= 4 ? 4 : 8;
   static constexpr int kPieces = 1;
   static constexpr int kRows = 32 / kChunks;
@@ -308,7 +324,7 @@ struct RowCopier {
   template <class Tile, int kFirst, int kEnd>
   __device__ __forceinline__ void gather(const Shared& shared, const Rows& rows, int32_t head, int part,
                                          bool spreads) const {
-    using Pieces = typename Conditional<Traits::kIsInt4, Int4Pieces<Tile>, RowPieces<Tile, 32>>::Type;
+    using Pieces = typename Conditional<Traits::kKvForm.has_4_bits(), FourBitPieces<Tile>, RowPieces<Tile, 32>>::Type;
     constexpr int kRowsPerPass = Pieces::kRows;
     // Passes whose row offsets are shuffled together, so that the lanes wait once.
     constexpr int kBatch = min_of(8, KvShare<Traits>::kTokens / kRowsPerPass);
@@ -323,7 +339,7 @@ struct RowCopier {
     if constexpr (Traits::kDequantizesInFeed) {
       static_assert(Pieces::kPieces == 1, "a lane's chunks are in one block");
       using Stored = typename Tile::Element;
-      constexpr int kWideBlocks = ceil_div(Tile::kHeadColumns * (is_same<Stored, Int4> ? 2 : 1), kBlockColumns);
+      constexpr int kWideBlocks = ceil_div(Tile::kHeadColumns * (kHas4Bits<Stored> ? 2 : 1), kBlockColumns);
       target += (target_block<Stored>(chunk / 8, spreads, kWideBlocks) - chunk / 8) * Tile::kBlockBytes;
     }
 #pragma unroll

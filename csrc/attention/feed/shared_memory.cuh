@@ -88,9 +88,9 @@ struct SharedMemory {
   __device__ __forceinline__ int32_t& queued_pair(int number) const {
     return reinterpret_cast<int32_t*>(base + kLayout.queued)[number];
   }
-  /// TokenScales of the tokens of part number `part`: float32 numbers.
+  /// TokenScales of the tokens of part number `part`.
   __device__ __forceinline__ uint32_t token_scales(int part) const {
-    return address + kLayout.token_scales + part * kPartTokens * 4;
+    return address + kLayout.token_scales + part * kPartTokens * Traits::kTuning.token_scale_words * 4;
   }
   __device__ __forceinline__ float* row_states() const { return reinterpret_cast<float*>(base + kLayout.row_states); }
 

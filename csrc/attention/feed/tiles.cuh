@@ -9,7 +9,7 @@ namespace attn::feed {
 
 /// A tile of rows in shared memory, as TMA writes it and wgmma reads it: blocks of 64 columns (128 of a byte each), one
 /// after another. In a block the eight 16-byte chunks of a row are permuted (chunk ^ row % 8).
-/// kHeadColumns: of a head, of Int4 its bytes; a row may have room for more (tile_row_bytes()).
+/// kHeadColumns: of a head, of 4 bits its bytes; a row may have room for more (tile_row_bytes()).
 template <class Element_, int kHeadColumns_, int kRows>
 struct SwizzledTile : PermutedRows<SwizzledTile<Element_, kHeadColumns_, kRows>> {
   using Element = Element_;

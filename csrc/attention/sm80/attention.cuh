@@ -123,7 +123,7 @@ __device__ __forceinline__ void transform_tokens(char* tile, const Layout& warp,
 /// Where a tile of K or V is dequantized. It is not part of SharedLayout: only kernels that stage have it.
 template <class Traits>
 __device__ __forceinline__ char* staged_tile() {
-  constexpr Tuning kTuning = tuning(Traits::Shape::kDims, Traits::StoredElement::kBytes);
+  constexpr Tuning kTuning = tuning(Traits::Shape::kDims, Traits::kKvForm);
   constexpr int kBytes = kTuning.kv_tile * tile_row_bytes(Traits::Shape::kDims.widest(), Traits::Element::kBytes);
   static_assert(kBytes + kLayout<Traits>.bytes <= 99 * 1024, "what a block may have on every GPU since Ampere");
   return ptx::static_shared<kBytes>();
@@ -144,18 +144,19 @@ __device__ __forceinline__ uint32_t multiplied_address(uint32_t tile) {
 /// Dequantizes the tokens of a KV tile that a warp multiplies, by those that transform_tokens() takes. Then these may
 /// read them. `scales`: TokenScales of the tile.
 template <class Traits, class Stored, class Staged, class Layout, int kKvTile>
-__device__ __forceinline__ void stage_tokens(const char* tile, char* staged, const Layout& warp, const float* scales) {
+__device__ __forceinline__ void stage_tokens(const char* tile, char* staged, const Layout& warp, const float* scales,
+                                             float factor) {
   using Element = typename Traits::Element;
   using KvElement = typename Traits::KvElement;
   constexpr bool kScales = Traits::Variant::kHasTokenScales;
   const TokenRange all{0, kKvTile};  // the loader has replaced missing tokens by visible ones
   if constexpr (Layout::kKvWarps == kWarps) {
-    dequantize_tile_rows<Stored, Staged, Element, KvElement, Layout::kTokens, 32, kScales>(
-        tile, warp.first_token, staged, warp.first_token, ptx::lane_id(), all, scales);
+    dequantize_tile_rows<Stored, Staged, Element, KvElement, Layout::kTokens, 32, kScales, kScaleWords<Traits>>(
+        tile, warp.first_token, staged, warp.first_token, ptx::lane_id(), all, scales, factor);
     __syncwarp();
   } else {
-    dequantize_tile_rows<Stored, Staged, Element, KvElement, kKvTile, kThreads, kScales>(tile, 0, staged, 0,
-                                                                                         threadIdx.x, all, scales);
+    dequantize_tile_rows<Stored, Staged, Element, KvElement, kKvTile, kThreads, kScales, kScaleWords<Traits>>(
+        tile, 0, staged, 0, threadIdx.x, all, scales, factor);
     __syncthreads();
   }
 }
@@ -174,7 +175,7 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
   using Element = typename Traits::Element;
   using Variant = typename Traits::Variant;
   using Shape = typename Traits::Shape;
-  constexpr int kKvTile = tuning(Shape::kDims, Traits::StoredElement::kBytes).kv_tile;
+  constexpr int kKvTile = tuning(Shape::kDims, Traits::kKvForm).kv_tile;
   constexpr bool kIsWide = is_wide(Shape::kDims);
   constexpr int kColumns = kIsWide ? Shape::kV / kWarps : Shape::kVMultiplied;  // of V and O, of a warp
   static_assert(!kIsWide || kColumns * Element::kBytes % 128 == 0,
@@ -185,7 +186,7 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
   using Values = SharedTile<MultipliedElement<Traits>, Shape::kV>;
   using Output = OTile<Traits>;
   constexpr SharedLayout layout = kLayout<Traits>;
-  constexpr int kStages = tuning(Shape::kDims, Traits::StoredElement::kBytes).kv_stages;
+  constexpr int kStages = tuning(Shape::kDims, Traits::kKvForm).kv_stages;
   constexpr int kPairs = kStages / 2;
   constexpr int kPending = kStages - 2;
   const int lane = threadIdx.x % 32;
@@ -266,7 +267,7 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
     char* const keys = shared + layout.kv + ring.pair * layout.pair_bytes;
     if constexpr (Traits::kDequantizesInTiles)
       stage_tokens<Traits, KTile<Traits>, Keys, Layout, kKvTile>(keys, staged_tile<Traits>(), warp,
-                                                                 loader.tile_scales(0));
+                                                                 loader.tile_scales(0), loader.scale_factor(0));
     transform_tokens<OfKey, Keys, Element, Layout, Shape::kQk, kKvTile>(multiplied_tile<Traits>(keys), warp, variant,
                                                                         tokens);
     const uint32_t k = multiplied_address<Traits>(k_stage) + first_key + Keys::columns_first(lane);
@@ -295,7 +296,7 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
     loader.load_k(ring.tile + kPairs, ring.pair);
     if constexpr (Traits::kDequantizesInTiles)
       stage_tokens<Traits, VTile<Traits>, Values, Layout, kKvTile>(keys + layout.k_stage_bytes, staged_tile<Traits>(),
-                                                                   warp, loader.tile_scales(1));
+                                                                   warp, loader.tile_scales(1), loader.scale_factor(1));
     transform_tokens<OfValue, Values, Element, Layout, Shape::kV, kKvTile>(
         multiplied_tile<Traits>(keys + layout.k_stage_bytes), warp, variant, tokens);
     const uint32_t v =
@@ -346,7 +347,7 @@ __device__ __forceinline__ void run_interval(const ParamsOf<Traits>& params, Wor
   loader.start();
   RingCursor ring;
 
-  constexpr int kMaxKind = tuning(Traits::Shape::kDims, Traits::StoredElement::kBytes).max_kind;
+  constexpr int kMaxKind = tuning(Traits::Shape::kDims, Traits::kKvForm).max_kind;
   while (!cursor.done()) {
     switch (params.schedule.tiles[cursor.now.tile].kind) {
       case 0:

@@ -28,11 +28,11 @@ constexpr KernelDesign make_design() {
   KernelDesign design{};
   design.name = "sm80";
   design.costs = design.invariant_costs = kCosts;
-  design.max_kind = [](HeadDims dims, KvForm kv) { return tuning(dims, kv.element_bytes).max_kind; };
-  design.kv_tile = [](HeadDims dims, KvForm kv) { return tuning(dims, kv.element_bytes).kv_tile; };
+  design.max_kind = [](HeadDims dims, KvForm kv) { return tuning(dims, kv).max_kind; };
+  design.kv_tile = [](HeadDims dims, KvForm kv) { return tuning(dims, kv).kv_tile; };
   design.kernels[0] = "attention";
   design.threads = [](HeadDims /*dims*/, KvForm /*kv*/) { return kThreads; };
-  design.shared_bytes = [](HeadDims dims, KvForm kv) { return SharedLayout(dims, 2, kv.element_bytes).bytes; };
+  design.shared_bytes = [](HeadDims dims, KvForm kv) { return SharedLayout(dims, 2, kv).bytes; };
   design.make_arguments = make_arguments;
   return design;
 }

@@ -23,7 +23,11 @@ template <class Traits>
 using ParamsOf = typename Conditional<Traits::kIsLatent, LatentAttentionParams, AttentionParams>::Type;
 
 template <class Traits>
-constexpr SharedLayout kLayout{Traits::Shape::kDims, Traits::Element::kBytes, Traits::StoredElement::kBytes};
+constexpr SharedLayout kLayout{Traits::Shape::kDims, Traits::Element::kBytes, Traits::kKvForm};
+
+/// Words of the TokenScales of a head.
+template <class Traits>
+constexpr int kScaleWords = Traits::kKvForm.scale_words(Traits::Shape::kDims.widest());
 
 template <class Traits>
 using QTile = SharedTile<typename Traits::Element, Traits::Shape::kQk>;
@@ -103,7 +107,7 @@ struct LoadedTileStore<true> {
 
 template <class Traits, bool kManyLevels>
 struct KvLoader {
-  static constexpr Tuning kTuning = tuning(Traits::Shape::kDims, Traits::StoredElement::kBytes);
+  static constexpr Tuning kTuning = tuning(Traits::Shape::kDims, Traits::kKvForm);
   static constexpr int kTokens = kTuning.kv_tile;
   static constexpr int kPairs = kTuning.kv_stages / 2;  // KV tiles in the ring
 
@@ -131,7 +135,8 @@ struct KvLoader {
   bool published;  // value of `more` when addresses were last published: there is a KV tile to be copied
 
   /// TokenScales of this thread's tokens. The first is of the KV tile that is copied next.
-  float scales[Traits::Variant::kHasTokenScales ? kPairs : 1] = {};
+  static constexpr int kScaleWords = sm80::kScaleWords<Traits>;
+  float scales[Traits::Variant::kHasTokenScales ? kPairs : 1][kScaleWords] = {};
 
   __device__ __forceinline__ KvLoader(const AttentionParams& params_, const Visibility& first_visibility_,
                                       const WorkCursor& first, char* shared_)
@@ -177,11 +182,22 @@ struct KvLoader {
   /// TokenScales of K or V of the KV tile that is multiplied; written where its warps keep the state of rows at the end
   /// of an item. K's are written before the barrier that K is waited for at, V's after it.
   __device__ __forceinline__ float* tile_scales(int which) const {
-    return reinterpret_cast<float*>(shared + kLayout<Traits>.row_states) + which * kTokens;
+    return reinterpret_cast<float*>(shared + kLayout<Traits>.row_states) + which * kTokens * kScaleWords;
+  }
+  /// Of scales of blocks.
+  __device__ __forceinline__ float scale_factor(int which) const {
+    if constexpr (kHasBlockScales<typename Traits::StoredElement>) {
+      const auto& of_tokens = params.variant.template as<typename Traits::Variant::Params>().scales;
+      return which == 0 ? of_tokens.k_factor : of_tokens.v_factor;
+    }
+    return 1.0f;
   }
   __device__ __forceinline__ void write_scales(int which) const {
     static_assert(kThreads == 2 * kTokens && 2 * kTokens == 2 * kWarps * 16, "a thread for each, and their room");
-    if (static_cast<int>(threadIdx.x) / kTokens == which) tile_scales(which)[threadIdx.x % kTokens] = scales[0];
+    if (static_cast<int>(threadIdx.x) / kTokens != which) return;
+#pragma unroll
+    for (int word = 0; word < kScaleWords; ++word)
+      tile_scales(which)[threadIdx.x % kTokens * kScaleWords + word] = scales[0][word];
   }
 
  private:
@@ -319,7 +335,7 @@ struct KvLoader {
   __device__ __forceinline__ void publish(const PageTableView& table, int parity) {
     const bool is_v = (kThreads == 2 * kTokens ? threadIdx.x : threadIdx.x % (2 * kTokens)) >= kTokens;
     int64_t address = reinterpret_cast<int64_t>(zero_row);
-    [[maybe_unused]] float scale = 0.0f;
+    [[maybe_unused]] float scale[kScaleWords] = {};
     if (!sees_nothing()) {
       const int32_t wanted =
           table.indices == nullptr || table.entry_step == 1 ? entry : page_of_slot(entry, table.entry_step);
@@ -332,14 +348,22 @@ struct KvLoader {
       if constexpr (Traits::Variant::kHasTokenScales) {
         using VariantParams = typename Traits::Variant::Params;
         const AttentionTokenScales& of_tokens = params.variant.template as<VariantParams>().scales;
-        scale =
-            (is_v ? of_tokens.v : of_tokens.k).of(SlotPlace{page, params.page_size.modulo(token())}, cursor.now.head);
+        const SlotPlace place{page, params.page_size.modulo(token())};
+        const float* const words = &(is_v ? of_tokens.v : of_tokens.k).of(place, cursor.now.head);
+#pragma unroll
+        for (int word = 0; word < kScaleWords; ++word) {
+          if (word < scale_words(is_v ? Traits::Shape::kV : Traits::Shape::kQk, kScaleWords > 1))
+            scale[word] = words[word];
+        }
       }
     }
     if constexpr (Traits::Variant::kHasTokenScales) {
 #pragma unroll
-      for (int i = 0; i + 1 < kPairs; ++i) scales[i] = scales[i + 1];
-      scales[kPairs - 1] = scale;
+      for (int word = 0; word < kScaleWords; ++word) {
+#pragma unroll
+        for (int i = 0; i + 1 < kPairs; ++i) scales[i][word] = scales[i + 1][word];
+        scales[kPairs - 1][word] = scale[word];
+      }
     }
     const int row = threadIdx.x % kTokens;
     row_addresses(parity, is_v)[is_v ? Passes<VTile<Traits>>::number(row) : Passes<KTile<Traits>>::number(row)] =

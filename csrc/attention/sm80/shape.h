@@ -5,7 +5,7 @@
 // - Q tile: tile_rows(max_kind) rows; at the end of a work item the warps' outputs on their way to global memory;
 // - KV stages: a ring of KV tiles, K and V of one tile in neighboring stages;
 // - row addresses: of two KV tiles, K and V address of each token;
-// - row states: maximum and sum of each warp's 16 rows;
+// - row states: maximum and sum of each warp's 16 rows; within a work item, TokenScales of a KV tile;
 // - loading: what each warp's KV loader knows of its row tile, where registers are scarce.
 #pragma once
 
@@ -38,7 +38,7 @@ ATTN_HD constexpr Tuning first_for(const Tuning (&tunings)[kCount], HeadDims dim
   return Tuning{};
 }
 
-ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
+ATTN_HD constexpr Tuning tuning(HeadDims dims, KvForm kv = 2) {
   constexpr Tuning kTunings[] = {
       {.max_columns = 64, .max_kind = 3, .kv_tile = 64, .kv_stages = 6},
       {.max_columns = 128, .max_kind = 3, .kv_tile = 64, .kv_stages = 4},
@@ -52,39 +52,43 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, int32_t kv_element_bytes = 2) {
       {.max_columns = 256, .max_kind = 2, .kv_tile = 64, .kv_stages = 2},
       {.max_columns = 576, .max_kind = 0, .kv_tile = 32, .kv_stages = 2},
   };
-  return kv_element_bytes == 1 ? first_for(kFloat8Tunings, dims) : first_for(kTunings, dims);
+  return kv.element_bytes == 1 ? first_for(kFloat8Tunings, dims) : first_for(kTunings, dims);
 }
 
 /// Bytes of LoadedTile (attention/sm80/kv_loader.cuh).
 constexpr int32_t kLoadedTileBytes = 48;
 
-/// Byte offsets of the parts of a CTA's dynamic shared memory. `element_bytes`: of Q and O; `kv_element_bytes`: of K
-/// and V.
+/// Byte offsets of the parts of a CTA's dynamic shared memory. `element_bytes`: of Q and O.
 struct SharedLayout {
   int32_t q;
   int32_t kv;
   int32_t k_stage_bytes;
   int32_t pair_bytes;     // of neighboring stages
   int32_t row_addresses;  // uint64 [2 (KV tile parity)][2 (K, V)][kv_tile]
-  int32_t row_states;     // float [2 (maximum, sum)][kWarps][16]
+  int32_t row_states;     // float [2 (maximum, sum)][kWarps][16], or [2 (K, V)][kv_tile][scale_words]
   int32_t loading;        // LoadedTile [kWarps]
   int32_t requests;       // of an 8-bit cache: int32 [rows of the Q tile]
   int32_t bytes;
 
-  ATTN_HD constexpr explicit SharedLayout(HeadDims dims, int32_t element_bytes = 2, int32_t kv_element_bytes = 2)
+  ATTN_HD constexpr explicit SharedLayout(HeadDims dims, int32_t element_bytes = 2, KvForm kv_form = 2)
       : q(0),
-        kv(tile_rows(tuning(dims, kv_element_bytes).max_kind) * tile_row_bytes(dims.widest(), element_bytes)),
-        k_stage_bytes(tuning(dims, kv_element_bytes).kv_tile *
-                      tile_row_bytes(dims.qk, tile_element_bytes(dims, element_bytes, kv_element_bytes))),
-        pair_bytes(k_stage_bytes +
-                   tuning(dims, kv_element_bytes).kv_tile *
-                       tile_row_bytes(dims.v, tile_element_bytes(dims, element_bytes, kv_element_bytes))),
-        row_addresses(kv + tuning(dims, kv_element_bytes).kv_stages / 2 * pair_bytes),
-        row_states(row_addresses + 2 * 2 * tuning(dims, kv_element_bytes).kv_tile * 8),
-        loading(row_states + 2 * kWarps * 16 * 4),
+        kv(tile_rows(tuning(dims, kv_form).max_kind) * tile_row_bytes(dims.widest(), element_bytes)),
+        k_stage_bytes(tuning(dims, kv_form).kv_tile * kv_row_bytes(dims.qk, dims, element_bytes, kv_form)),
+        pair_bytes(k_stage_bytes + tuning(dims, kv_form).kv_tile * kv_row_bytes(dims.v, dims, element_bytes, kv_form)),
+        row_addresses(kv + tuning(dims, kv_form).kv_stages / 2 * pair_bytes),
+        row_states(row_addresses + 2 * 2 * tuning(dims, kv_form).kv_tile * 8),
+        loading(row_states +
+                2 * max_of(kWarps * 16, tuning(dims, kv_form).kv_tile * kv_form.scale_words(dims.widest())) * 4),
         requests(loading + kWarps * kLoadedTileBytes),
-        bytes(requests +
-              (kv_element_bytes == element_bytes ? 0 : tile_rows(tuning(dims, kv_element_bytes).max_kind) * 4)) {}
+        bytes(requests + (kv_form.element_bytes == element_bytes ? 0 : tile_rows(tuning(dims, kv_form).max_kind) * 4)) {
+  }
+
+ private:
+  /// Of a KV tile's row of `columns` columns.
+  ATTN_HD static constexpr int32_t kv_row_bytes(int32_t columns, HeadDims dims, int32_t element_bytes, KvForm kv) {
+    return is_wide(dims) ? tile_row_bytes(columns, element_bytes)
+                         : tile_row_bytes(kv.stored_columns(columns), kv.element_bytes);
+  }
 };
 
 }  // namespace attn::sm80

@@ -85,8 +85,9 @@ inline bool encode_cache(const AttentionParams& params, const LaunchContext& con
   return context.encode(described, map);
 }
 
-/// Finds whether one copy can load the TokenScales of a box. A dimension of size 1 may have any stride.
-inline void find_scales(TmaParams& tma) {
+/// Finds whether one copy can load the TokenScales of a box, of `words` each. A dimension of size 1 may have any
+/// stride.
+inline void find_scales(TmaParams& tma, int64_t words) {
   constexpr int64_t kUnit = 16 / sizeof(float);
   struct Strides {
     int64_t page, head;
@@ -99,8 +100,9 @@ inline void find_scales(TmaParams& tma) {
   const Strides k = strides(scales.k), v = strides(scales.v);
   const uintptr_t addresses = reinterpret_cast<uintptr_t>(scales.k.data) | reinterpret_cast<uintptr_t>(scales.v.data);
   const int64_t extent = k.page * tma.attention.num_pages + k.head * tma.attention.num_kv_heads;
-  if (k.page != v.page || k.head != v.head || scales.k.token_stride != 1 || scales.v.token_stride != 1 || k.page <= 0 ||
-      k.head < 0 || (k.page | k.head) % kUnit != 0 || addresses % 16 != 0 || extent / kUnit >= int64_t{1} << 32)
+  if (k.page != v.page || k.head != v.head || scales.k.token_stride != words || scales.v.token_stride != words ||
+      k.page <= 0 || k.head < 0 || (k.page | k.head) % kUnit != 0 || addresses % 16 != 0 ||
+      extent / kUnit >= int64_t{1} << 32)
     return;
   tma.scales_page_units = static_cast<uint32_t>(k.page / kUnit);
   tma.scales_head_units = static_cast<uint32_t>(k.head / kUnit);
@@ -136,7 +138,8 @@ inline void encode_caches(const LaunchContext& context, TmaParams& tma) {
   if (tokens > 0 && encode_cache(params, context, params.k, context.dims.qk, is_flat, tokens, tma.k) &&
       encode_cache(params, context, params.v, context.dims.v, is_flat, tokens, tma.v))
     (is_flat && !is_ragged ? tma.run_tokens : tma.box_tokens) = tokens;
-  if (context.kv_form.has_token_scales && tma.box_tokens > 0 && !is_flat) find_scales(tma);
+  if (context.kv_form.has_token_scales && tma.box_tokens > 0 && !is_flat && context.dims.qk == context.dims.v)
+    find_scales(tma, scale_words(context.dims.qk, context.kv_form.has_block_scales));
 }
 
 inline int32_t make_arguments(const LatentAttentionParams& params, const LaunchContext& context,

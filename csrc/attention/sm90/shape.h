@@ -86,7 +86,7 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, KvForm kv = 2) {
   if (kv.element_bytes != 1) return first_for(kTunings, dims);
   Tuning tuning = first_for(kFloat8Tunings, dims);
   if (!kv.has_token_scales) return tuning;
-  tuning.has_token_scales = true;
+  tuning.token_scale_words = scale_words(dims.widest(), kv.has_block_scales);
   if (tuning.dequantized_stages == 2) tuning.kv_stages = 8;  // two fewer: there is no room for more
   if (kv.is_int4 && decodes_int4(dims)) {
     tuning.kv_stages = 8;  // warpgroups take pairs of them in turn
@@ -138,5 +138,6 @@ static_assert(fit_shared_memory(1, {64, 128, {192, 128}, 192, 256, 512, {576, 51
 static_assert(fit_shared_memory(KvForm(1, true), {64, 128}));
 static_assert(fit_shared_memory(KvForm(1, false, true), {64, 128, 256}));
 static_assert(fit_shared_memory(KvForm(1, false, true, true), {64, 128}));
+static_assert(fit_shared_memory(KvForm(1, false, true, false, true), {64, 128, 192, 256}));
 
 }  // namespace attn::sm90

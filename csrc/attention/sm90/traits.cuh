@@ -23,16 +23,16 @@ struct HopperTraits : Kernel {
   static constexpr bool kMultipliesFloat8 = Kernel::kHasFloat8Query && is_same<typename Kernel::QElement, Float8E4M3> &&
                                             multiplies_float8(Shape::kDims) && Kernel::Variant::kUsesSoftmax &&
                                             !Hooks::kQuery && !Kernel::kTransformsCache;
-  static constexpr Tuning kTuningOfShape =
-      tuning(Shape::kDims, KvForm(Kernel::StoredElement::kBytes, kMultipliesFloat8, Kernel::Variant::kHasTokenScales,
-                                  is_same<typename Kernel::StoredElement, Int4>));
+  static constexpr KvForm kKvForm{Kernel::StoredElement::kBytes, kMultipliesFloat8, Kernel::Variant::kHasTokenScales,
+                                  Kernel::kKvForm.is_int4, Kernel::kKvForm.has_block_scales};
+  static constexpr Tuning kTuningOfShape = tuning(Shape::kDims, kKvForm);
   /// The producer dequantizes tiles of 8-bit caches in the ring (feed/dequantizer.cuh).
   static constexpr bool kDequantizesInFeed = kTuningOfShape.dequantized_stages > 0;
-  static constexpr bool kIsInt4 = is_same<typename Kernel::StoredElement, Int4>;
   /// Also of row tiles for mma.sync, because a variant transforms them, or registers are few: of consumers, or of a
   /// producer that gathers. Other tiles for mma.sync stay as they are stored, and are dequantized in registers.
   static constexpr bool kFeedsAll =
-      kDequantizesInFeed && (Kernel::kTransformsCache || (kIsInt4 && (kGathers || !decodes_int4(Shape::kDims))));
+      kDequantizesInFeed && (Kernel::kTransformsCache || kKvForm.has_block_scales ||
+                             (kKvForm.is_int4 && (kGathers || !decodes_int4(Shape::kDims))));
   static constexpr bool kDequantizesInRegisters = kDequantizesInFeed ? !kFeedsAll : Kernel::kDequantizesInRegisters;
   /// TokenScales of tiles that are dequantized in registers lie next to them in shared memory.
   static constexpr bool kSharesTokenScales = Kernel::Variant::kHasTokenScales && kDequantizesInRegisters;
@@ -42,7 +42,7 @@ struct HopperTraits : Kernel {
   static constexpr bool kTransformsEarly =
       Kernel::kTransformsCache && !kDequantizesInFeed && kTuningOfShape.stage_parts > 1;
   /// Row tiles for mma.sync multiply stored numbers of Int4 (int4_decode.cuh).
-  static constexpr bool kMultipliesInt4 = kIsInt4 && kDequantizesInRegisters;
+  static constexpr bool kMultipliesInt4 = kKvForm.is_int4 && kDequantizesInRegisters;
   // The consumers that transform early need more registers than others.
   static constexpr Tuning kTuning = kTransformsEarly  ? with_producer_registers(kTuningOfShape, 72)
                                     : kMultipliesInt4 ? for_int4(kTuningOfShape)

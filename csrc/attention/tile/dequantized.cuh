@@ -23,23 +23,27 @@ __device__ __forceinline__ void dequantize_sixteen(const uint4& bytes, float sca
 /// Dequantizes rows [row, row + kRows) of `from` to rows [to_row, to_row + kRows) of `to`; `thread` of kThreads. Rows
 /// outside of `readable` become zeros: the cache may hold NaN there, which must not reach the output. Columns after the
 /// head's that are multiplied are dequantized, too. Stored, Wide: the tiles. `scales`: of the rows of `from`, if
-/// kScales.
-template <class Stored, class Wide, class Element, class KvElement, int kRows, int kThreads, bool kScales = false>
+/// kScales; kScaleWords for each. `factor`: of scales of blocks.
+template <class Stored, class Wide, class Element, class KvElement, int kRows, int kThreads, bool kScales = false,
+          int kScaleWords = 1>
 __device__ __forceinline__ void dequantize_tile_rows(const char* from, int row, char* to, int to_row, int thread,
-                                                     const TokenRange& readable, const float* scales = nullptr) {
-  constexpr int kChunks = ceil_div(Stored::kHeadBytes, 16);  // of 16 elements; of Int4, 32
+                                                     const TokenRange& readable, const float* scales = nullptr,
+                                                     float factor = 1.0f) {
+  constexpr int kChunks = ceil_div(Stored::kHeadBytes, 16);  // of 16 elements; of 4 bits, 32
 #pragma unroll 1
   for (int i = thread; i < kRows * kChunks; i += kThreads) {
     const int row_index = i / kChunks, chunk = i % kChunks;
     uint4 bytes = *reinterpret_cast<const uint4*>(from + Stored::offset(row + row_index, chunk));
     if (row + row_index < readable.begin || row + row_index >= readable.end) bytes = make_uint4(0, 0, 0, 0);
-    if constexpr (is_same<KvElement, Int4>) {
+    if constexpr (kHas4Bits<KvElement>) {
       const uint32_t first = Wide::offset(to_row + row_index, chunk * 4);
       const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
-      const Int4Factors of_row(__float_as_uint(scales[row + row_index]));
+      const int scale_word = kHasBlockScales<KvElement> ? chunk / 2 : 0;
+      const uint32_t scale = __float_as_uint(scales[(row + row_index) * kScaleWords + scale_word]);
 #pragma unroll
       for (int w = 0; w < 4; ++w)
-        *reinterpret_cast<uint4*>(to + (first ^ w << 4)) = dequantize_int4<Element>(words[w], of_row);
+        *reinterpret_cast<uint4*>(to + (first ^ w << 4)) =
+            dequantize_4_bits<Element, KvElement>(words[w], chunk % 2 * 4 + w, scale, factor);
     } else {
       const uint32_t target = Wide::offset(to_row + row_index, chunk * 2);
       uint4 wide[2];

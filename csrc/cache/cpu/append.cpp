@@ -144,6 +144,10 @@ class TokenWriter {
     using Other = OtherElement<Element>;
     const int64_t at = cache.element(place, head);
     if (p_.scales.element == DataType::kInt4) return store_int4(cache.data, at, place, head, token_scales);
+    if (has_block_scales(p_.scales.element)) {
+      const float factor = &cache == &p_.v_cache ? p_.v_factor : p_.k_factor;
+      return store_fp4(cache.data, at, place, head, token_scales, factor);
+    }
     float scale = scales.of(0, head);
     if (token_scales.exist()) {
       float largest = 0.0f;
@@ -167,6 +171,8 @@ class TokenWriter {
         return store<Int8>(cache.data, at, divide);
       case DataType::kScaledLatent:
       case DataType::kInt4:
+      case DataType::kNvFp4:
+      case DataType::kMxFp4:
         return;  // their rows are not numbers one after another
     }
   }
@@ -182,6 +188,20 @@ class TokenWriter {
     uint8_t* const to = static_cast<uint8_t*>(const_cast<void*>(data)) + at;
     for (size_t i = 0; i < head_.size() / 2; ++i)
       to[i] = static_cast<uint8_t>(quantizer.code(head_[2 * i]) | quantizer.code(head_[2 * i + 1]) << 4);
+  }
+
+  void store_fp4(const void* data, int64_t at, SlotPlace place, int32_t head, const TokenScales& token_scales,
+                 float factor) const {
+    uint8_t* const to = static_cast<uint8_t*>(const_cast<void*>(data)) + at;
+    for (int32_t first = 0; first < p_.head_dim; first += kScaleColumns) {
+      const float* const numbers = head_.data() + first;
+      float largest = 0.0f;
+      for (int32_t i = 0; i < kScaleColumns; ++i) largest = std::fmax(largest, std::fabs(numbers[i]));
+      const Fp4Quantizer quantizer(largest, factor, p_.scales.element);
+      token_scales.write_block(place, head, first / kScaleColumns, quantizer.scale);
+      for (int32_t i = 0; i < kScaleColumns; i += 2)
+        to[(first + i) / 2] = static_cast<uint8_t>(quantizer.code(numbers[i]) | quantizer.code(numbers[i + 1]) << 4);
+    }
   }
 
   const QkvParams& p_;

@@ -1,6 +1,6 @@
-"""Layers over caches with a scale for each token and head (--kv-cache-dtype int8_per_token_head,
-fp8_per_token_head and int4_per_token_head): the bytes of a page, and attention compared with float64 over the
-stored values.
+"""Layers over caches with scales for each token and head (--kv-cache-dtype int8_per_token_head,
+fp8_per_token_head, int4_per_token_head and nvfp4): the bytes of a page, and attention compared with float64
+over the stored values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from float8_cases import split_int4
+from float8_cases import E2M1, block_values, e2m1_values, split_int4
 from rotations import rotated, rotated_back
 from torch import Tensor
 
@@ -44,7 +44,7 @@ from attn_backend.adapters.vllm.compat import STRIDE_ORDERS
 from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder, layer_specs
 from attn_backend.adapters.vllm.mla import MlaBackend
 from attn_backend.adapters.vllm.rules import TOKEN_SCALED_CACHES
-from attn_backend.metadata.kv_cache import INT4, KVCache
+from attn_backend.metadata.kv_cache import INT4, NVFP4, BlockScales, KVCache, stored_columns
 
 CACHES = list(TOKEN_SCALED_CACHES)
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -55,6 +55,8 @@ MODES = {name: KVQuantMode[name.upper()] for name in CACHES}
 
 def row_bytes(name: str, head_size: int) -> int:
     """Of K and V of a token and head, with their scales."""
+    if name == NVFP4:
+        return head_size + head_size // 8
     return (head_size if TOKEN_SCALED_CACHES[name] == INT4 else 2 * head_size) + 8
 
 
@@ -92,6 +94,12 @@ def held(x: Tensor, name: str, dtype: torch.dtype) -> Tensor:
         step = ((largest_ - smallest) / 15).clamp(min=1e-6)
         zero = (-smallest / step).round().clamp(0, 15)
         return rotated_back(((rows / step + zero).round().clamp(0, 15) - zero) * step)
+    if of_cache == NVFP4:
+        blocks = x.float().unflatten(-1, (-1, 16))
+        scale = (blocks.abs().amax(-1, keepdim=True) / 6).to(torch.float8_e4m3fn).float()
+        numbers = torch.where(scale > 0, blocks / scale, 0.0)
+        codes = torch.bucketize(numbers.abs().contiguous(), (E2M1[1:] + E2M1[:-1]) / 2)
+        return (e2m1_values(codes + 8 * (numbers < 0)) * scale).flatten(-2).to(dtype).double()
     assert isinstance(of_cache, torch.dtype)
     largest = LARGEST[of_cache]
     scale = (x.float().abs().amax(-1, keepdim=True) / largest).clamp(min=1e-6)
@@ -125,19 +133,25 @@ def read_both(
     """
     view, slots, both = view_of(impl, cache), torch.cat(batch.slots), []
     for x, elements, scale in ((k, view.k, view.k_scale), (v, view.v, view.v_scale)):
-        assert isinstance(scale, Tensor)
-        if impl.cache_dtype == INT4:
+        if isinstance(scale, BlockScales):
+            codes = torch.stack([elements & 15, elements >> 4], dim=-1).flatten(-2)
+            steps = block_values(scale).repeat_interleave(16, -1)
+            stored = (e2m1_values(codes) * steps).to(dtype).double().flatten(0, 1)
+        elif impl.cache_dtype == INT4:
+            assert isinstance(scale, Tensor)
             step, zero = split_int4(scale)
             numbers = torch.stack([elements & 15, elements >> 4], dim=-1).flatten(-2) - zero[..., None]
             stored = rotated_back(numbers * step[..., None].double()).flatten(0, 1)
         else:
+            assert isinstance(scale, Tensor)
             stored = (elements.float() * scale[..., None]).to(dtype).double().flatten(0, 1)
         expected = held(x[slots], impl.kv_cache_dtype, dtype)
         tolerance = 1e-2 if dtype == torch.bfloat16 else 2e-3 if dtype == torch.float16 else 1e-5
         close = torch.isclose(stored[slots], expected, rtol=tolerance, atol=1e-12)
         assert close.double().mean() > 0.98
-        # of the largest elements in e4m3; an int4 step is spread over the row
-        step = expected.abs().amax(-1, keepdim=True) / (7 if impl.cache_dtype == INT4 else 13)
+        # of the largest elements in e4m3 and e2m1; an int4 step is spread over the row
+        of_largest = {INT4: 7, NVFP4: 3}.get(impl.kv_cache_dtype.removesuffix("_per_token_head"), 13)
+        step = expected.abs().amax(-1, keepdim=True) / of_largest
         assert ((stored[slots] - expected).abs() <= step).all()
         both.append(stored)
     return both[0], both[1]
@@ -157,15 +171,18 @@ def add_1_to_each_byte(view: KVCache) -> None:
     for part in (view.k, view.v):
         part.view(torch.uint8).add_(1)
     for scale in (view.k_scale, view.v_scale):
-        assert isinstance(scale, Tensor)
-        scale.view(torch.int32).add_(0x01010101)
+        if isinstance(scale, BlockScales):
+            scale.blocks.view(torch.uint8).add_(1)
+        else:
+            assert isinstance(scale, Tensor)
+            scale.view(torch.int32).add_(0x01010101)
 
 
 @pytest.mark.parametrize("name", CACHES)
 @pytest.mark.parametrize(
     "layout", [item.name for item in getattr(kv_cache_interface, "KVCacheLayout", [])] or ["none"]
 )
-@pytest.mark.parametrize(("num_kv_heads", "head_size", "page"), [(2, 64, 16), (1, 128, 32), (8, 96, 16)])
+@pytest.mark.parametrize(("num_kv_heads", "head_size", "page"), [(2, 64, 16), (1, 128, 32), (8, 192, 16)])
 def test_all_bytes_of_vllms_pages_are_used_once(
     layout: str, name: str, num_kv_heads: int, head_size: int, page: int
 ) -> None:
@@ -189,10 +206,15 @@ def test_all_bytes_of_vllms_pages_are_used_once(
         assert (
             view.k.shape
             == view.v.shape
-            == (num_blocks, page, num_kv_heads, (row_bytes(name, head_size) - 8) // 2)
+            == (num_blocks, page, num_kv_heads, stored_columns(head_size, TOKEN_SCALED_CACHES[name]))
         )
         assert all(x.data_ptr() % 8 == 0 and x.stride(1) % 8 == 0 for x in (view.k, view.v))
-        assert view.k_scale.stride(1) == view.v_scale.stride(1) == 1  # one sector has 8 scales of a head
+        for scale in (view.k_scale, view.v_scale):  # a head's lie side by side
+            if isinstance(scale, BlockScales):
+                assert scale.blocks.stride()[1::2] == (head_size // 16, 1)
+            else:
+                assert isinstance(scale, Tensor)
+                assert scale.stride(1) == 1
         add_1_to_each_byte(view)
     assert (raw == 1).all()
 
@@ -243,25 +265,54 @@ def test_mixed_batch(name: str, memory: str, dtype: torch.dtype) -> None:
     rest[torch.cat(batch.slots)] = False
     view = view_of(make_impl(kv_cache_dtype=name), cache)
     for scale in (view.k_scale, view.v_scale):
-        assert isinstance(scale, Tensor)
-        assert scale.flatten(0, 1)[rest].isnan().all()  # nothing else was written
+        of_slots = scale.blocks.float() if isinstance(scale, BlockScales) else scale
+        assert isinstance(of_slots, Tensor)
+        assert of_slots.flatten(0, 1)[rest].isnan().all()  # nothing else was written
 
 
 @pytest.mark.parametrize("arguments", [{"sliding_window": 9}, {"logits_soft_cap": 5.0}])
 @pytest.mark.parametrize("name", ["int8_per_token_head", "int4_per_token_head"])
 def test_windows_and_soft_caps(name: str, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_backend.adapters.vllm.compat.halves_windows", lambda: True)
+    monkeypatch.setattr("attn_backend.adapters.vllm.compat.takes_bytes_of_rows", lambda: True)
     mask = {"window_left": 8} if "sliding_window" in arguments else arguments
     impl = make_impl(kv_cache_dtype=name, **arguments)
     serve(impl, cache_of(name), make_batch(*MIXED), **mask)
 
 
 def test_int4_pages_of_windows_are_too_large_up_to_0_27(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_backend.adapters.vllm.compat.halves_windows", lambda: False)
+    monkeypatch.setattr("attn_backend.adapters.vllm.compat.takes_bytes_of_rows", lambda: False)
     assert make_impl(kv_cache_dtype="int4_per_token_head").spec.rotation
     assert make_impl(kv_cache_dtype="int8_per_token_head", sliding_window=9).spec.token_scales
     with pytest.raises(NotImplementedError, match="in a layer with a sliding window: use vLLM 0"):
         make_impl(kv_cache_dtype="int4_per_token_head", sliding_window=9)
+
+
+def test_nvfp4_needs_0_28(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attn_backend.adapters.vllm.compat.takes_bytes_of_rows", lambda: False)
+    with pytest.raises(NotImplementedError, match="a KV cache of dtype nvfp4: use vLLM 0"):
+        make_impl(kv_cache_dtype=NVFP4)
+
+
+def test_scales_of_a_layer_multiply_nvfp4() -> None:
+    """vLLM keeps NVFP4's scale of a tensor there. A layer that reads the cache takes the writer's."""
+    impl, cache, layer = make_impl(kv_cache_dtype=NVFP4), cache_of(NVFP4), layer_of()
+    layer._k_scale_float, layer._v_scale_float = 0.25, 8.0
+    batch = make_batch([5], [5])
+    slots = batch.metadata.slot_mapping
+    appended = torch.randn(2, 5, 2, 64)
+    impl.do_kv_cache_update(layer, *appended, cache, slots)
+    view, seen = view_of(impl, cache), []
+    for x, rows, scale, factor in zip(
+        appended, (view.k, view.v), (view.k_scale, view.v_scale), (0.25, 8.0), strict=True
+    ):
+        assert isinstance(scale, BlockScales)
+        assert scale.factor == factor
+        codes = torch.stack([rows & 15, rows >> 4], dim=-1).flatten(-2)
+        seen.append((e2m1_values(codes) * block_values(scale).repeat_interleave(16, -1)).flatten(0, 1))
+        assert (seen[-1][slots] - x).norm() < 0.15 * x.norm()
+    metadata = builder_of([impl], torch.float32).build(0, batch.metadata)
+    query, output = attend_once(impl, layer, cache, metadata, batch, torch.float32)
+    check(output, query, batch, *seen)
 
 
 @pytest.mark.parametrize("name", CACHES)
@@ -357,9 +408,7 @@ def test_outputs_have_no_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("fp8", *CACHES)
     assert [make_impl(head_size=128, kv_cache_dtype=name).spec.float8_out for name in names] == [
         True,
-        False,
-        False,
-        False,
+        *[False] * len(CACHES),
     ]
 
 
@@ -373,6 +422,7 @@ def test_plan_keys() -> None:
         (torch.int8, True, False),
         (torch.float8_e4m3fn, True, False),
         (INT4, True, True),
+        (NVFP4, True, False),
     ]
 
 
