@@ -301,7 +301,9 @@ inline TokenScales checked_token_scales(const char* name, const AnyView& given, 
 /// A factor of all scales of blocks; None: 1.
 inline float checked_factor(const char* name, const tvm::ffi::Optional<double>& given) {
   const double factor = given.value_or(1.0);
-  if (!(factor > 0.0 && factor <= 3.4028234663852886e38)) refuse(name, factor, "above 0 and finite");
+  constexpr double kMaxFloat = 3.4028234663852886e38;
+  const bool is_right = factor > 0.0 && factor <= kMaxFloat;
+  if (!is_right) refuse(name, factor, "above 0 and finite");
   return static_cast<float>(factor);
 }
 

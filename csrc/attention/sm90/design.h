@@ -138,8 +138,9 @@ inline void encode_caches(const LaunchContext& context, TmaParams& tma) {
   if (tokens > 0 && encode_cache(params, context, params.k, context.dims.qk, is_flat, tokens, tma.k) &&
       encode_cache(params, context, params.v, context.dims.v, is_flat, tokens, tma.v))
     (is_flat && !is_ragged ? tma.run_tokens : tma.box_tokens) = tokens;
-  if (context.kv_form.has_token_scales && tma.box_tokens > 0 && !is_flat && context.dims.qk == context.dims.v)
-    find_scales(tma, scale_words(context.dims.qk, context.kv_form.has_block_scales));
+  const int32_t k_words = context.kv_form.scale_words(context.dims.qk);
+  const bool are_alike = k_words == context.kv_form.scale_words(context.dims.v);
+  if (context.kv_form.has_token_scales && tma.box_tokens > 0 && !is_flat && are_alike) find_scales(tma, k_words);
 }
 
 inline int32_t make_arguments(const LatentAttentionParams& params, const LaunchContext& context,
