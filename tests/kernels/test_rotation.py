@@ -140,6 +140,16 @@ def test_compositions(device: torch.device, seed: int) -> None:
     check_problem(problem, o, lse)
 
 
+def test_rows_that_float16_cannot_hold(device: torch.device) -> None:
+    """Rotated rows are up to sqrt(b) times as long. Numbers beyond the largest become that."""
+    rows = torch.full((1, 1, 64), 60000.0, dtype=torch.float16, device=device)
+    kv = KVCache.from_pair(*torch.zeros(2, 1, 16, 1, 64, dtype=torch.float16, device=device))
+    append_kv(rows, rows, kv, torch.zeros(1, dtype=torch.long, device=device), rotation=True)
+    wanted = rotated(rows[0].cpu()).clamp(-65504, 65504)
+    assert (wanted.abs() == 65504).any()
+    torch.testing.assert_close(kv.k[0, 0].cpu().double(), wanted, rtol=1e-3, atol=0)
+
+
 def test_a_captured_run(device: torch.device, kernel: str | None) -> None:
     if device.type == "cpu":
         pytest.skip("needs a CUDA GPU")

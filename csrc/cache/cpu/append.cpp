@@ -156,13 +156,16 @@ class TokenWriter {
       token_scales.write(place, head, scale);
     }
     const auto divide = [&](float x) { return x / scale; };
-    // What exceeds the largest float16 becomes that, as on a GPU.
-    const auto limit = [](float x) { return is_same<Other, Half> ? finite_half(x) : x; };
+    // What exceeds the largest float16 becomes that, as on a GPU: if the type changes, and in rotated rows.
+    const auto limit_other = [](float x) { return is_same<Other, Half> ? finite_half(x) : x; };
+    const auto limit = [](float x) { return is_same<Element, Half> ? finite_half(x) : x; };
     switch (p_.scales.element) {
       case DataType::kFloat32:
       case DataType::kFloat16:
       case DataType::kBFloat16:
-        return converts_ ? store<Other>(cache.data, at, limit) : store<Element>(cache.data, at, kUnchanged);
+        if (converts_) return store<Other>(cache.data, at, limit_other);
+        return p_.rotates_rows != 0 ? store<Element>(cache.data, at, limit)
+                                    : store<Element>(cache.data, at, kUnchanged);
       case DataType::kFloat8E4M3:
         return store<Float8E4M3>(cache.data, at, divide);
       case DataType::kFloat8E5M2:
