@@ -287,7 +287,7 @@ def test_view_of_the_cache_is_made_once_and_does_not_outlive_it() -> None:
     [
         ({"head_size": 100}, "head size 100"),
         ({"head_size": 264}, "head size 264"),
-        ({"kv_cache_dtype": "nvfp4"}, "nvfp4"),
+        ({"kv_cache_dtype": "nvfp4_4over6"}, "nvfp4_4over6"),
         ({"attn_type": "encoder"}, "type encoder"),
         ({"sinks": torch.zeros(5)}, r"sinks of shape \(5,\) in a layer of 6 heads"),
         # 0: a query sees only its own chunk

@@ -82,7 +82,7 @@ def test_accepts(changes: dict[str, Any]) -> None:
     [
         ({"head_size": 320}, "head_size", OTHER_BACKEND),
         ({"dtype": torch.float32}, "dtype", "pass --dtype bfloat16"),
-        ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype", "pass --kv-cache-dtype fp8_e4m3 or auto"),
+        ({"kv_cache_dtype": "nvfp4_4over6"}, "kv_cache_dtype", "pass --kv-cache-dtype fp8_e4m3 or auto"),
         ({"block_size": 8}, "block_size", "pass --block-size 16"),
         ({"block_size": 24}, "block_size", "pass --block-size 16"),
         ({"use_mla": True}, "MLA", OTHER_BACKEND),

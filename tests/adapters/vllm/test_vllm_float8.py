@@ -250,7 +250,7 @@ def test_plans_of_layers_that_vllm_does_not_know() -> None:
     ]
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["nvfp4", "fp8_ds_mla", "turboquant_k8v4"])
+@pytest.mark.parametrize("kv_cache_dtype", ["nvfp4_4over6", "fp8_ds_mla", "turboquant_k8v4"])
 def test_layers_that_are_refused(kv_cache_dtype: str) -> None:
     message = (
         f"a KV cache of dtype {kv_cache_dtype}: pass fp8 or the model's dtype as --kv-cache-dtype, or "
