@@ -167,11 +167,12 @@ def test_all_kinds_of_calls_are_made() -> None:
     of_projections = {"Rotary", "append_qkv", "rotate_qk", "append_mla_kv"}
     of_states = {"merge_state", "merge_states"}  # tests/kernels/test_merge_states
     of_selections = {"SelectedTokens"}  # tests/kernels/test_sparse_mla
+    of_fp4 = {"BlockScales"}  # tests/kernels/test_fp4
     assert {
         name
         for name in attn_backend.__all__
         if not any(surface.split(".")[0] == name for surface in surfaces)
-    } == results | of_variants | of_projections | of_states | of_selections
+    } == results | of_variants | of_projections | of_states | of_selections | of_fp4
     assert surfaces >= {f"PageTable.{form}" for form in cases.TABLE_FORMS} | {
         f"KVCache.from_{form}" for form in cases.CACHE_FORMS
     }

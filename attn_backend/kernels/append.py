@@ -402,10 +402,14 @@ def append_kv(
     / 448, or / 127 for int8, at least 1e-6. For int4 it is (largest - smallest) / 15, and the zero point is
     -smallest / scale, rounded and limited to 0 to 15.
 
+    For FP4 it computes a scale for each 16 columns. NVFP4's is the largest magnitude / 6 / factor, rounded to
+    e4m3, and ties go to even numbers. fp4_mx_block16's is the next power of 2 above the largest magnitude /
+    6, and ties go away from zero.
+
     Args:
         k, v: [tokens, num_kv_heads, head_dim], tokens >= len(slots), head_dim contiguous.
         kv: the cache of one layer, on the same device. Its dtype is k's, or float8 with one scale for all
-            heads or one per head, or int8, float8_e4m3fn or int4 with one for each token and head. A
+            heads or one per head, or int8, float8_e4m3fn or int4 with one for each token and head, or FP4. A
             bfloat16 k may also be written to a float16 cache and vice versa, if head_dim is a multiple of 8
             up to 512.
         slots: int32 or int64 [tokens]; negative slots and slots beyond the cache are skipped.

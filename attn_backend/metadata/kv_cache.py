@@ -45,11 +45,19 @@ class BlockScales(NamedTuple):
     Attributes:
         blocks: [pages, page_size, num_kv_heads, head_dim / 16], last dimension contiguous. float8_e4m3fn:
             NVFP4. uint8: exponents of powers of 2, plus 127, as in the OCP MX formats.
-        factor: multiplies all of them. NVFP4's scale of the tensor.
+        factor: multiplies all of them: NVFP4's scale of the tensor. 1 for powers of 2.
     """
 
     blocks: Tensor
     factor: float = 1.0
+
+    def __repr__(self) -> str:
+        """Without reading an element, as short_repr()."""
+        blocks = self.blocks
+        shown = (
+            f"{dtype_name(blocks.dtype)}{list(blocks.shape)}" if isinstance(blocks, Tensor) else repr(blocks)
+        )
+        return f"BlockScales(blocks={shown}, factor={self.factor})"
 
 
 Scale = Tensor | float | None
@@ -337,11 +345,11 @@ class KVCache:
         for name, view in (("k", self.k), ("v", self.v)):
             if step is not None and (view.shape[3] * 2) % step:
                 refuse(name, view, f"of head_dim / 2 columns, and head_dim a multiple of {step}")
+        if isinstance(self.k_scale, BlockScales) != isinstance(self.v_scale, BlockScales):
+            refuse("v_scale", self.v_scale, "BlockScales if k_scale is, and only then")
         for name in ("k_scale", "v_scale"):
             object.__setattr__(self, name, self._checked_scale(name, getattr(self, name)))
-        if self.has_token_scales != _is_of_tokens(self.v_scale) or isinstance(
-            self.k_scale, BlockScales
-        ) != isinstance(self.v_scale, BlockScales):
+        if self.has_token_scales != _is_of_tokens(self.v_scale):
             refuse("v_scale", self.v_scale, "one for each token and head if k_scale is, and only then")
         if self.dtype == torch.int8 and not self.has_token_scales:
             refuse("k_scale", self.k_scale, f"{self._form_of_token_scales}: int8 has no other scales")
@@ -396,6 +404,8 @@ class KVCache:
         check_same_device(f"{name}.blocks", check_plain(f"{name}.blocks", blocks), "k", self.device)
         if isinstance(scale.factor, Tensor) or checked_scale(f"{name}.factor", scale.factor) is None:
             refuse(f"{name}.factor", scale.factor, "a number above 0")
+        if blocks.dtype == torch.uint8 and scale.factor != 1:
+            refuse(f"{name}.factor", scale.factor, "1: scales that are powers of 2 have none")
         return BlockScales(_with_plain_strides(blocks), float(scale.factor))
 
     def _blocks_of_k(self) -> Tensor:

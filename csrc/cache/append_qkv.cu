@@ -237,10 +237,9 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
   using Bytes = typename Conditional<kTo4Bits, FourBitChunk<kSize, kAligned, Quantizer>,
                                      ByteChunk<kSize, kAligned, kScalesTokens>>::Type;
   if constexpr (kRotates || kToFp4) {
-    if (__any_sync(0xffffffffu, !is_q)) {  // warps with heads of Q only have nothing to rotate
-      // A head at a time. It goes through shared memory, since the lanes' columns may be any, and what follows takes
-      // neighboring ones. Gaps between the chunks
-      // avoid bank conflicts.
+    if (__any_sync(0xffffffffu, !is_q)) {  // warps with heads of Q only take the path below
+      // A head at a time. It goes through shared memory: the lanes' columns may be any, but rotations and blocks need
+      // neighboring ones. Gaps between the chunks avoid bank conflicts.
       constexpr int32_t kColumns = 2 * kSize, kStride = kColumns + 4;
       float* const row =
           reinterpret_cast<float*>(ptx::static_shared<kAppendQkvThreads * kStride * 4>()) + (thread - chunk) * kStride;

@@ -93,7 +93,7 @@ struct Fp4Quantizer {
   ATTN_HD Fp4Quantizer(float largest, float factor, DataType element) : ties_away(element == DataType::kMxFp4) {
     constexpr float kLargest = 6.0f;  // of e2m1
     if (element == DataType::kMxFp4) {
-      constexpr uint32_t kMaxExponent = 253;  // whose reciprocal is normal
+      constexpr uint32_t kMaxExponent = 240;  // kernels multiply the scale by 2^14
       const uint32_t bits = float_bits(max_of(largest / kLargest, 1e-10f));
       scale = min_of((bits + 0x7fffffu) >> 23, kMaxExponent);  // the next power of 2
       reciprocal = bits_float((254u - scale) << 23);

@@ -213,8 +213,9 @@ __device__ __forceinline__ uint4 dequantize_e2m1(uint32_t word, float scale) {
     values[i] = Float16::unpack(pair) * (scale * kBias);
     values[i + 4] = Float16::unpack(pair >> 16) * (scale * kBias);
   }
-  return make_uint4(Element::pack(values[0], values[1]), Element::pack(values[2], values[3]),
-                    Element::pack(values[4], values[5]), Element::pack(values[6], values[7]));
+  // The largest number of a block may be rounded up, beyond float16.
+  return make_uint4(pack_finite<Element>(values[0], values[1]), pack_finite<Element>(values[2], values[3]),
+                    pack_finite<Element>(values[4], values[5]), pack_finite<Element>(values[6], values[7]));
 }
 
 /// The eight numbers of word number `word_number` of a row of Stored, of 4 bits, dequantized. `scale_word`: of its

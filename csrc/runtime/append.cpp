@@ -282,8 +282,8 @@ void append_qkv(const AppendQkvArguments& given) {
       cache_of(is_cached ? "kv.k" : "k_out", k_cache, device, kv_dtype, {"pages"}, {"page_size"}, kv_heads, stored);
   params.scales.element = kv_dtype;
   set_scales("kv.k_scale", given.k_scale, k_cache, kv_dtype, params.scales.k, params.k_token_scales);
-  params.k_factor = checked_factor("kv.k_scale.factor", given.k_factor);
-  params.v_factor = checked_factor("kv.v_scale.factor", given.v_factor);
+  params.k_factor = checked_factor("kv.k_scale.factor", given.k_factor, kv_dtype);
+  params.v_factor = checked_factor("kv.v_scale.factor", given.v_factor, kv_dtype);
   params.pages = pages_of(k_cache);
   if (is_cached) {
     set_scales("kv.v_scale", given.v_scale, given.v_cache.value(), kv_dtype, params.scales.v, params.v_token_scales);
@@ -340,8 +340,8 @@ void append_kv_rounded(const AppendKvRoundedArguments& given) {
   params.pages = pages_of(k_cache);
   params.scales.element = kv_dtype;
   set_scales("kv.k_scale", given.k_scale, k_cache, kv_dtype, params.scales.k, params.k_token_scales);
-  params.k_factor = checked_factor("kv.k_scale.factor", given.k_factor);
-  params.v_factor = checked_factor("kv.v_scale.factor", given.v_factor);
+  params.k_factor = checked_factor("kv.k_scale.factor", given.k_factor, kv_dtype);
+  params.v_factor = checked_factor("kv.v_scale.factor", given.v_factor, kv_dtype);
   params.head_dim = k_columns;
   params.rotates_rows = rotates_rows;
   if (given.v.has_value()) {

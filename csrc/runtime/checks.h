@@ -298,12 +298,13 @@ inline TokenScales checked_token_scales(const char* name, const AnyView& given, 
   return TokenScales{kv_tensor(*scales)};
 }
 
-/// A factor of all scales of blocks; None: 1.
-inline float checked_factor(const char* name, const tvm::ffi::Optional<double>& given) {
+/// A factor of all scales of blocks; None: 1. `dtype`: of the cache. Powers of 2 have none.
+inline float checked_factor(const char* name, const tvm::ffi::Optional<double>& given, DataType dtype) {
   const double factor = given.value_or(1.0);
   constexpr double kMaxFloat = 3.4028234663852886e38;
   const bool is_right = factor > 0.0 && factor <= kMaxFloat;
   if (!is_right) refuse(name, factor, "above 0 and finite");
+  if (dtype == DataType::kMxFp4 && factor != 1.0) refuse(name, factor, "1: scales that are powers of 2 have none");
   return static_cast<float>(factor);
 }
 

@@ -341,8 +341,8 @@ int64_t run(const RunArguments& given) {
   if (config.token_scales) {
     token_scales.k = checked_token_scales("kv.k_scale", given.k_scale, k, config.kv_dtype);
     token_scales.v = checked_token_scales("kv.v_scale", given.v_scale, v, config.kv_dtype);
-    token_scales.k_factor = checked_factor("kv.k_scale.factor", given.k_factor);
-    token_scales.v_factor = checked_factor("kv.v_scale.factor", given.v_factor);
+    token_scales.k_factor = checked_factor("kv.k_scale.factor", given.k_factor, config.kv_dtype);
+    token_scales.v_factor = checked_factor("kv.v_scale.factor", given.v_factor, config.kv_dtype);
   }
   const AttentionScales scales{checked_scale("kv.k_scale", given.k_scale, attention),
                                checked_scale("kv.v_scale", given.v_scale, attention),

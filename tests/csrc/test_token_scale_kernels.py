@@ -150,6 +150,27 @@ def test_forms_of_caches(emulated: Path, cache: str) -> None:
         run_and_check(problem, emulated, "hopper", number, wants_lse=False, cascade=False)
 
 
+@pytest.mark.parametrize("stored", [torch.int8, *FP4_DTYPES], ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_heads_of_different_widths(emulated: Path, kernel: str, stored: torch.dtype | str) -> None:
+    """Their scales of blocks have different numbers of words."""
+    for number, (head_dim, head_dim_v) in enumerate([(192, 128), (64, 128)]):
+        spec = cases.Spec(
+            (1, 70, 3),
+            (200, 90, 130),
+            num_kv_heads=2,
+            group_size=2,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            cache_form="pair",
+            page_size=(16, 1)[number],
+            num_ctas=3,
+            seed=number,
+        )
+        problem = Float8Case(spec, "cpu", stored, "token", "token")
+        run_and_check(problem, emulated, kernel, number, cascade=False)
+
+
 @pytest.mark.parametrize("is_by_head", [False, True], ids=["NHD", "HND"])
 def test_pages_with_scales_at_their_end(emulated: Path, is_by_head: bool) -> None:
     """A page, or each head's part of it, holds all rows, then all scales: rows then are as far apart as TMA

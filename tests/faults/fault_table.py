@@ -1024,9 +1024,30 @@ FAULTS = (
     Fault(
         "generic kernel: scales of the KV tile that was looked up last",
         "csrc/attention/sm80/kv_loader.cuh",
-        "which) tile_scales(which)[threadIdx.x % kTokens] = scales[0];",
-        "which) tile_scales(which)[threadIdx.x % kTokens] = scales[kPairs - 1];",
+        "kScaleWords + word] = scales[0][word];",
+        "kScaleWords + word] = scales[kPairs - 1][word];",
         ("tests/csrc/test_token_scale_kernels.py", "-k", "random_cases and generic"),
+    ),
+    Fault(
+        "FP4: ties go to even codes in MX, away from zero in NVFP4",
+        "csrc/cache/params.h",
+        "ties_away(element == DataType::kMxFp4)",
+        "ties_away(element == DataType::kNvFp4)",
+        ("tests/kernels/test_fp4.py", "-k", "sglang or writes"),
+    ),
+    Fault(
+        "FP4: blocks have the scale of the first of a word",
+        "csrc/common/elements.cuh",
+        "Stored::scale(scale_word, word_number / 2 % 4)",
+        "Stored::scale(scale_word, 0)",
+        ("tests/csrc/test_token_scale_kernels.py", "-k", "different_widths"),
+    ),
+    Fault(
+        "vLLM: a layer that reads another one's nvfp4 cache has its own factors",
+        "attn_backend/adapters/vllm/attention.py",
+        "if self.cache_dtype == NVFP4 and not self._shares_cache(layer):",
+        "if self.cache_dtype == NVFP4:",
+        ("tests/adapters/vllm/test_vllm_token_scales.py", "-k", "scales_of_a_layer"),
     ),
     Fault(
         "append_qkv: each lane has its own scale",
@@ -1038,8 +1059,8 @@ FAULTS = (
     Fault(
         "CPU: V has the scales of K",
         "csrc/attention/cpu/work_item.h",
-        "= params.v_scales.of(place, item.head)",
-        "= params.k_scales.of(place, item.head)",
+        "= &params.token_scales.v.of(place, item.head)",
+        "= &params.token_scales.k.of(place, item.head)",
         ("tests/kernels/test_token_scales.py", "-k", "test_random_cases and cpu-0"),
     ),
     Fault(
@@ -1248,8 +1269,8 @@ FAULTS = (
     Fault(
         "append: the scale of a token and head comes from the row before it is rotated",
         "csrc/cache/append_qkv.cu",
-        "fabsf(rotated[j])",
-        "fabsf(plain[j])",
+        "fabsf(rotated[j]));\n          over_lanes(largest, lanes,",
+        "fabsf(plain[j]));\n          over_lanes(largest, lanes,",
         ("tests/csrc/test_device_append.py", "-k", "rotated_rows"),
     ),
     Fault(

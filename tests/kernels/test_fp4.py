@@ -299,7 +299,11 @@ def test_refusals() -> None:
     assert isinstance(k_scale, BlockScales)
     assert isinstance(v_scale, BlockScales)
     for scales, message in (
-        ((k_scale, None), r"v_scale is None, must be one for each token and head if k_scale is"),
+        ((k_scale, None), r"v_scale is None, must be BlockScales if k_scale is, and only then"),
+        (
+            (torch.ones(2, 16, HEADS), v_scale),
+            r"v_scale is BlockScales\(.*, must be BlockScales if k_scale is",
+        ),
         (
             (BlockScales(k_scale.blocks[:1]), v_scale),
             r"k_scale\.blocks is .*, must be float8_e4m3fn or uint8 \[",

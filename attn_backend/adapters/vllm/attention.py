@@ -216,7 +216,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
                 ranks that share KV read them: for others do_kv_cache_update has just written them into the
                 cache. None if the layer reads another layer's cache.
             kv_cache: [blocks, num_kv_heads, page, columns of K and of V], any strides; 8-bit caches are uint8
-                or have their own dtype. With a scale for each token and head, each row has 8 bytes more.
+                or have their own dtype. Scales of tokens follow in each row (bytes_of_row).
             attn_metadata: None in profiling runs, which have no cache: the output is filled with 0.
             output_scale: float32, one element, after fused_output_quant_supported(): output is float8_e4m3fn,
                 divided by it.
@@ -421,7 +421,7 @@ def token_scaled_view(
     ).split(sizes, dim=2)
 
     def rows_of(part: torch.Tensor) -> torch.Tensor:
-        """Elements [blocks, page, heads, columns]; of int4, bytes of two."""
+        """Elements [blocks, page, heads, columns]; of 4 bits, bytes of two."""
         part = (part if isinstance(dtype, str) else part.view(dtype)).unflatten(2, (rows, -1))
         return part.transpose(1, 2) if is_by_head else part.squeeze(1).unflatten(1, (page, heads))
 

@@ -61,8 +61,8 @@ class AttnBackend(OwnBackend):
     dimension, in any memory layout whose last dimension is contiguous: NHD, HND, padded blocks and blocks
     that interleave layers are all the same to the kernels.
 
-    With a scale for each token and head, the last dimension has 8 bytes more, and our own order within the
-    same bytes (token_scaled_view).
+    With scales for each token and head, the last dimension has their bytes, too (bytes_of_row), and our own
+    order within the same bytes (token_scaled_view).
     """
 
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *BYTE_CACHES]

@@ -149,6 +149,9 @@ struct CacheRows {
         values[j + 1] = kValues[row[j / 2] >> 4] * scale;
       }
     }
+    if constexpr (is_same<Element, Half>) {  // the largest number of a block may be rounded up, beyond float16
+      for (int j = 0; j < columns; ++j) values[j] = finite_half(values[j]);
+    }
     for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
   }
 

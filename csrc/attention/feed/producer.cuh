@@ -9,7 +9,7 @@
 // - sizes and arguments: Shape, kTuning, Params, Variant
 // - types of K and V: StoredElement, KvElement, Element
 // - types of Q: QElement, QueryElement, kDequantizesQuery, kMultipliesFloat8
-// - where K and V are dequantized: kDequantizesInFeed, kDequantizesOnLoad, kFeedsAll, kIsInt4, kMultipliesInt4,
+// - where K and V are dequantized: kDequantizesInFeed, kDequantizesOnLoad, kFeedsAll, kKvForm, kMultipliesInt4,
 //   kLoadsScaled
 // - others: kIsLatent, kMayBeCluster, kTakesLastFirst
 // Row tiles of kind 0 are for mma.sync (`for_mma`): two consumer warpgroups share KV tiles or take them in turn.
@@ -92,7 +92,7 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
   typename Shared::KvPlace place = typename Shared::KvPlace{}.ahead(share.part);
   const int32_t flags = cursor.now.flags;
   // The pairs of a row tile are consecutive. RowCopier lacks the registers to keep the tile and reloads it, and so does
-  // what dequantizes wider heads or int4.
+  // kernels that dequantize wider heads, and int4 decodes.
   constexpr bool kHasFewRegisters = !leaves_registers(Traits::Shape::kDims.widest()) ||
                                     (Traits::kMultipliesInt4 && Traits::Shape::kDims.widest() > 64);
   constexpr bool kReloads = Copier::kGathers || (Traits::kDequantizesInFeed && kHasFewRegisters);

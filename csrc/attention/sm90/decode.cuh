@@ -3,8 +3,8 @@
 // memory at the end.
 //
 // Over an 8-bit cache, a warp dequantizes its tokens in registers. TokenScales multiply scores and probabilities. If a
-// variant transforms K or V, the producer has dequantized K and V in the ring (dequantizer.cuh). The warp transforms
-// and multiplies them there.
+// variant transforms K or V, or blocks of columns have scales, the producer has dequantized K and V in the ring
+// (dequantizer.cuh). The warp transforms and multiplies them there.
 #pragma once
 
 #include "attention/sm90/consumer.cuh"

@@ -28,8 +28,9 @@ struct HopperTraits : Kernel {
   static constexpr Tuning kTuningOfShape = tuning(Shape::kDims, kKvForm);
   /// The producer dequantizes tiles of 8-bit caches in the ring (feed/dequantizer.cuh).
   static constexpr bool kDequantizesInFeed = kTuningOfShape.dequantized_stages > 0;
-  /// Also of row tiles for mma.sync, because a variant transforms them, or registers are few: of consumers, or of a
-  /// producer that gathers. Other tiles for mma.sync stay as they are stored, and are dequantized in registers.
+  /// Also of row tiles for mma.sync, because a variant transforms them, blocks of columns have scales, or registers are
+  /// few: of consumers, or of a producer that gathers. Other tiles for mma.sync stay as they are stored, and are
+  /// dequantized in registers.
   static constexpr bool kFeedsAll =
       kDequantizesInFeed && (Kernel::kTransformsCache || kKvForm.has_block_scales ||
                              (kKvForm.is_int4 && (kGathers || !decodes_int4(Shape::kDims))));

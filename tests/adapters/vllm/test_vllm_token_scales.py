@@ -313,6 +313,9 @@ def test_scales_of_a_layer_multiply_nvfp4() -> None:
     metadata = builder_of([impl], torch.float32).build(0, batch.metadata)
     query, output = attend_once(impl, layer, cache, metadata, batch, torch.float32)
     check(output, query, batch, *seen)
+    reader = make_impl(kv_cache_dtype=NVFP4, kv_sharing_target_layer_name="layers.0")
+    query, output = attend_once(reader, layer_of(), cache, metadata, batch, torch.float32)
+    check(output, query, batch, *seen)
 
 
 @pytest.mark.parametrize("name", CACHES)
