@@ -25,9 +25,12 @@ _FIGURE = re.compile(r"!\[([^\]]*)\]\(([^()\s#]+)\.svg\)(\{[^}]*\})?")
 _CODE = re.compile(r"<code>([^<\n]*)</code>")
 _WORD = re.compile(r"(?<!\S)(?:(?=\S*-)\S{1,28}(?!\S)|--?\w+)")
 _WHOLE = r'<span class="whole">\g<0></span>'
-_DARKEST, _LIGHTEST = 0.13, 0.9  # lightness of what was white, and of what was black
-_INK = 0.2  # the lightness up to which a color counts as black, so that text is readable on dark colors
-_PAPER = "#1e2129"  # the background of Material's dark pages
+# Lightness of white and of black in dark copies.
+_DARKEST, _LIGHTEST = 0.13, 0.9
+# Colors up to this lightness count as black: text is then readable on dark boxes.
+_INK = 0.2
+# The background of Material's dark pages.
+_PAPER = "#1e2129"
 
 
 def project_urls(pyproject: str) -> dict[str, str]:

@@ -85,10 +85,14 @@ TAKEN = ("#e6550d", "#c2457f", "#d4a017", "#7b3294", "#8c564b", "#f2795c")
 NOT_TAKEN = "#e4e4e4"
 
 _WIDTH = 1280
-_LEFT, _RIGHT = 112, 24  # margins; the left one holds the row names
-_PANEL = (_WIDTH - _LEFT - _RIGHT - 48) / 2  # width of the view and of the forest
-_LINE = 18  # pixels from a line of text to the next
-_LISTED = 8  # nodes of the forest that are described in text
+# Margins. The left margin holds the row names.
+_LEFT, _RIGHT = 112, 24
+# Width of the view, and of the forest.
+_PANEL = (_WIDTH - _LEFT - _RIGHT - 48) / 2
+# Pixels from a line of text to the next.
+_LINE = 18
+# Nodes of the forest with a description.
+_LISTED = 8
 _LEGEND = (
     (DECODE[1], "own row group of a request with one row"),
     (PREFILL[1], "of a request with more rows"),

@@ -402,16 +402,16 @@ def append_kv(
     / 448, or / 127 for int8, at least 1e-6. For int4 it is (largest - smallest) / 15, and the zero point is
     -smallest / scale, rounded and limited to 0 to 15.
 
-    For FP4 it computes a scale for each 16 columns. NVFP4's is the largest magnitude / 6 / factor, rounded to
-    e4m3, and ties go to even numbers. fp4_mx_block16's is the next power of 2 above the largest magnitude /
-    6, and ties go away from zero.
+    FP4 has a scale for 16 columns, which append computes, too. In NVFP4 it is the largest magnitude / 6 /
+    factor, rounded to e4m3. In fp4_mx_block16 it is the next power of 2 from the largest magnitude / 6 on.
+    Ties go to even codes in NVFP4, and away from zero in fp4_mx_block16.
 
     Args:
         k, v: [tokens, num_kv_heads, head_dim], tokens >= len(slots), head_dim contiguous.
-        kv: the cache of one layer, on the same device. Its dtype is k's, or float8 with one scale for all
-            heads or one per head, or int8, float8_e4m3fn or int4 with one for each token and head, or FP4. A
-            bfloat16 k may also be written to a float16 cache and vice versa, if head_dim is a multiple of 8
-            up to 512.
+        kv: the cache of one layer, on the same device. It has k's dtype or fewer bits. Float8 takes one scale
+            for all heads, or one per head. int8, float8_e4m3fn and int4 take one for each token and head, FP4
+            takes BlockScales. A bfloat16 k may also be written to a float16 cache and vice versa, if head_dim
+            is a multiple of 8 up to 512.
         slots: int32 or int64 [tokens]; negative slots and slots beyond the cache are skipped.
         rotation: rotate rows before they are rounded, for `Attention(rotation=True)`: signs, then a Hadamard
             matrix. k is not float8, v is as wide as k, head_dim is a multiple of 8 up to 256.

@@ -631,8 +631,8 @@ class Attention:
             row's sum of exponentials (gpt-oss).
         float8_out: whether runs may be given an out_scale, which makes their output float8_e4m3fn. On CUDA
             such runs need additional kernels, which are also loaded.
-        token_scales: the cache has a scale for each token and head (`KVCache`): kv_dtype is float8_e4m3fn,
-            int8 or a 4-bit type, q_dtype is dtype, and on CUDA heads have up to 256 columns. Over int4 they
+        token_scales: the cache has a scale for each token and head (`KVCache`). kv_dtype is float8_e4m3fn,
+            int8 or a 4-bit type, and q_dtype is dtype. On CUDA heads have up to 256 columns. Over int4 they
             have a multiple of 32, over FP4 of 64. None: True for 4-bit types, else False.
         rotation: rows of K and V were appended with rotation=True. Q is rotated, and the output back, in the
             same kernel. q_dtype is dtype, head_dim_v is head_dim, at most 256, and the variant does not

@@ -144,7 +144,7 @@ def _check_csr(table: PageTable) -> None:
             refuse(
                 f"kv_lens[{request}]",
                 table.kv_lens[request].item(),
-                f"0 .. {room[request].item()}, what the pages of the request hold",
+                f"0 .. {room[request].item()}, the room in the request's pages",
             )
         return
     last_page_len = _present(table.last_page_len)
@@ -172,7 +172,7 @@ def _check_block_table(table: PageTable) -> None:
         "kv_lens",
         kv_lens,
         max_pages * table.page_size,
-        f"what a row of block_table holds: {max_pages} pages of {table.page_size} tokens",
+        f"the room in a row of block_table: {max_pages} pages of {table.page_size} tokens",
     )
 
 

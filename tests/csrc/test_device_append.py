@@ -485,12 +485,7 @@ def test_scales_of_blocks(library: ctypes.CDLL, dtype: str) -> None:
         params.rotates_rows = rotation
         append_qkv(
             *(problem.q.clone(), problem.k, problem.v, on_cpu, problem.slots),
-            rotary=problem.rotary,
-            positions=None if problem.rotary is None else problem.positions,
-            q_norm=problem.q_norm,
-            k_norm=problem.k_norm,
-            norm_eps=problem.norm_eps,
-            norm_offset=problem.norm_offset,
+            **problem.options,
             rotation=rotation,
         )
         kernel = library.device_append_qkv(

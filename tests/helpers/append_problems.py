@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy
 import torch
@@ -114,6 +115,18 @@ class Problem:
         self.before = self.qkv.clone()
         self.q, self.k, self.v = self.qkv.split([self.num_qo_heads, HEADS, HEADS], dim=1)
         self.written_q = self.q if self.out is None else self.out
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of append_qkv, without `out`."""
+        return {
+            "rotary": self.rotary,
+            "positions": None if self.rotary is None else self.positions,
+            "q_norm": self.q_norm,
+            "k_norm": self.k_norm,
+            "norm_eps": self.norm_eps,
+            "norm_offset": self.norm_offset,
+        }
 
     def check(self, rotation: bool = False) -> None:
         """rotation: K and V were rotated."""

@@ -26,12 +26,7 @@ def test_random_cases(device: torch.device, seed: int) -> None:
         problem.v,
         problem.kv,
         problem.slots,
-        rotary=problem.rotary,
-        positions=None if problem.rotary is None else problem.positions,
-        q_norm=problem.q_norm,
-        k_norm=problem.k_norm,
-        norm_eps=problem.norm_eps,
-        norm_offset=problem.norm_offset,
+        **problem.options,
         out=problem.out,
     )
     assert written is problem.written_q

@@ -239,12 +239,7 @@ def test_fused_append(device: torch.device, block: int) -> None:
         kv = token_scaled(problem.kv, dtype)
         append_qkv(
             *(problem.q, problem.k, problem.v, kv, problem.slots),
-            rotary=problem.rotary,
-            positions=None if problem.rotary is None else problem.positions,
-            q_norm=problem.q_norm,
-            k_norm=problem.k_norm,
-            norm_eps=problem.norm_eps,
-            norm_offset=problem.norm_offset,
+            **problem.options,
             out=problem.out,
         )
         check_token_scaled(problem, kv)

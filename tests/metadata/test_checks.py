@@ -66,19 +66,19 @@ GOOD = csr([0, 1, 3], [0, 1, 2], [4, 1])
         (
             QO,
             csr_of_lens([0, 1, 3], [0, 1, 2], [4, -1]),
-            r"kv_lens\[1\] is -1, must be 0 .. 8, what the pages of the request hold",
+            r"kv_lens\[1\] is -1, must be 0 .. 8, the room in the request's pages",
         ),
         (
             QO,
             csr_of_lens([0, 1, 3], [0, 1, 2], [5, 8]),
-            r"kv_lens\[0\] is 5, must be 0 .. 4, what the pages of the request hold",
+            r"kv_lens\[0\] is 5, must be 0 .. 4, the room in the request's pages",
         ),
         (QO, csr_of_lens([0, 1, 3], [0, 1, -2], [4, 5]), r"kv_indices\[2\] is -2, must be 0 or more"),
         (QO, block_table([-1, 3], [[0], [0]]), r"kv_lens\[0\] is -1, must be at least 0"),
         (
             QO,
             block_table([0, 9], [[0, 1], [0, 1]]),
-            r"kv_lens\[1\] is 9, must be at most 8, what a row of block_table holds: 2 pages of 4 tokens",
+            r"kv_lens\[1\] is 9, must be at most 8, the room in a row of block_table: 2 pages of 4 tokens",
         ),
         (
             QO,

@@ -19,20 +19,34 @@ from .support import drafts_are_trees, refuse, tree_spec, verified_tokens, wants
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A step's batch. Its tensors stay where the engine keeps them."""
+    """A step's batch. Its tensors stay where the engine keeps them.
 
-    num_rows: int  # of Q
-    qo_indptr: Tensor  # int32 [batch + 1]
-    qo_lens: Tensor | int  # [batch], or the one length of all
+    Attributes:
+        num_rows: of Q.
+        qo_indptr: int32 [batch + 1].
+        qo_lens: [batch], or the one length of all requests.
+        kv_lens: [batch], new tokens included.
+        rows: [batch], of req_to_token.
+        encoder_lens: [batch]. Tokens of the encoder come first in req_to_token.
+        items: with --enable-mis.
+        spans: image tokens of a span see each other.
+        has_prefixes: whether a request may have tokens that are not in Q.
+        tree: TreeMask.visible, if the new tokens are trees.
+        slots: replace req_to_token (drafts.branch_slots()).
+    """
+
+    num_rows: int
+    qo_indptr: Tensor
+    qo_lens: Tensor | int
     max_qo_len: int
-    kv_lens: Tensor  # [batch], new tokens included
-    rows: Tensor  # [batch], of req_to_token
-    encoder_lens: Tensor | None = None  # [batch], tokens of the encoder, which come first in req_to_token
-    items: Items | None = None  # with --enable-mis
-    spans: Spans | None = None  # spans of image tokens, which see each other
-    has_prefixes: bool = True  # whether a request may have tokens that are not in Q
-    tree: Tensor | None = None  # TreeMask.visible, where the new tokens are trees
-    slots: Tensor | None = None  # instead of req_to_token: see drafts.branch_slots()
+    kv_lens: Tensor
+    rows: Tensor
+    encoder_lens: Tensor | None = None
+    items: Items | None = None
+    spans: Spans | None = None
+    has_prefixes: bool = True
+    tree: Tensor | None = None
+    slots: Tensor | None = None
 
 
 class BatchReader:

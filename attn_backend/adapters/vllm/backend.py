@@ -21,7 +21,7 @@ from .support import with_ways_out
 
 
 class OwnBackend(AttentionBackend):
-    """What the backends of all models have in common."""
+    """The common part of the backends."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
 

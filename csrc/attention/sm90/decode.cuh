@@ -26,14 +26,19 @@ struct Decode {
   using Shared = SharedMemory<Traits>;
   using Walk = KvWalk<Traits>;
   using Query = QTile<Traits>;
-  static constexpr bool kUsesSoftmax = Variant::kUsesSoftmax;     // all variants but those with custom weights
-  static constexpr bool kSkipsTiles = Variant::kSkipsTiles;       // variants with sparse masks
-  static constexpr bool kRewritesQuery = Traits::kRewritesQuery;  // Q hooks, Q of another 16-bit type
-  static constexpr bool kDequantizesInRegisters = Traits::kDequantizesInRegisters;  // 8-bit caches without transforms
-  static constexpr bool kHasTokenScales = Traits::kSharesTokenScales;  // caches with a scale for each token
-  static constexpr bool kMultipliesIntegers =                          // int8 caches, if registers hold Q
-      kDequantizesInRegisters && is_same<typename Traits::KvElement, Int8> &&
-      leaves_registers(max_of(Traits::Shape::kQkMultiplied, Traits::kVColumns));
+  // False for variants with custom weights.
+  static constexpr bool kUsesSoftmax = Variant::kUsesSoftmax;
+  // Sparse masks.
+  static constexpr bool kSkipsTiles = Variant::kSkipsTiles;
+  // Q hooks, rotation, and Q of another 16-bit type.
+  static constexpr bool kRewritesQuery = Traits::kRewritesQuery;
+  // 8-bit caches without transforms.
+  static constexpr bool kDequantizesInRegisters = Traits::kDequantizesInRegisters;
+  // Caches with a scale for each token and head.
+  static constexpr bool kHasTokenScales = Traits::kSharesTokenScales;
+  // int8 caches, if registers hold Q.
+  static constexpr bool kMultipliesIntegers = kDequantizesInRegisters && is_same<typename Traits::KvElement, Int8> &&
+                                              leaves_registers(max_of(Traits::Shape::kQkMultiplied, Traits::kVColumns));
   static constexpr bool kMayKeepSums = !kHasTokenScales || Traits::Shape::kQk <= 64;  // registers are few
   static constexpr bool kSharesTiles = SharedMemory<Traits>::kParts == 2;  // KV tiles of 128 tokens: narrow heads
   using Keys = typename Conditional<kDequantizesInRegisters, KTile<Traits>, WgmmaKTile<Traits>>::Type;
