@@ -41,12 +41,12 @@ class InPlaceDequantizer {
                                                 float factor)
       : shared_(shared), share_(share), arrivals_(arrivals), factor_(factor) {}
 
-  /// Fills `count` tiles of an item; no more than `limited` of the first as wait_for_part() says. The first has been
-  /// looked up; look_up(i) does so for number i. `place`: where the warp's part of the first is, were it to stay as it
-  /// is stored. All are dequantized in the end: warps then wait for one another, and for room for Q.
-  template <class LookUp>
+  /// Fills `count` tiles of an item, which has been looked up; no more than `limited` of the first as wait_for_part()
+  /// says. Tile number i begins at token_of(i). `place`: where the warp's part of the first is, were it to stay as it is
+  /// stored. All are dequantized in the end: warps then wait for one another, and for room for Q.
+  template <class TokenOf>
   __device__ __forceinline__ void fill(Copier& copier, const LoadedRowTile& tile, int32_t head, int count, int limited,
-                                       const LookUp& look_up, Place& place) {
+                                       const TokenOf& token_of, Place& place) {
     const int first = loaded_;
 #pragma unroll 1
     for (int done = first; done < first + count; ++done) {
@@ -59,13 +59,11 @@ class InPlaceDequantizer {
           wait_for_room(to, is_limited);
         else if (is_limited || !has_room(to))
           break;
-        const auto found = copier.found(tile);
-        const int next = loaded_ + 1 - first;
-        if (Copier::kGathers && next < count) look_up(next);
+        const int number = loaded_ - first;
+        const auto found = copier.found(tile, [&](int i) { return token_of(number + i); }, count - number);
         copier.template copy<0, Share::kMaxBlocks>(shared_, found, head, to.index, ptx::kKeepNormally,
                                                    barrier(loaded_));
         ++loaded_;
-        if (!Copier::kGathers && next < count) look_up(next);
         place = place.ahead(2 * kTileParts);
         if (loaded_ - done == kStoredBarriers) break;
       }

@@ -77,7 +77,11 @@ struct DequantizingCopier {
     return token >= tile.readable.begin && token < tile.readable.end;
   }
 
-  __device__ __forceinline__ void look_up(const LoadedRowTile& tile, int32_t tile_token) {
+  template <class TokenOf>
+  __device__ __forceinline__ void look_up(const LoadedRowTile& tile, const TokenOf& token_of, int /*count*/) {
+    look_up_from(tile, token_of(0));
+  }
+  __device__ __forceinline__ void look_up_from(const LoadedRowTile& tile, int32_t tile_token) {
     token = tile_token + first_row();
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -189,18 +193,18 @@ struct DequantizingCopier {
     }
   }
 
-  /// Loads `count` KV tiles to the ring. The first has been looked up; look_up(i) does so for number i.
-  template <class LookUp>
+  /// Loads `count` KV tiles to the ring. The first has been looked up. Number i begins at token_of(i).
+  template <class TokenOf>
   __device__ __forceinline__ void dequantize(const Shared& shared, const LoadedRowTile& tile, int32_t head, int count,
-                                             const LookUp& look_up, typename Shared::KvPlace& place) {
+                                             const TokenOf& token_of, typename Shared::KvPlace& place) {
     Rows rows = found(tile, head);
-    if (count > 1) look_up(1);
+    if (count > 1) look_up_from(tile, token_of(1));
     for (int i = 0; i < count; ++i) {
       if (i == 0 || !kRunsOn) start(shared, rows, head);
       Rows next{};
       if (i + 1 < count) next = found(tile, head);
       if constexpr (Stored::kRowsHaveScales) prefetch(next);  // others are faster without (ADR 38)
-      if (i + 2 < count) look_up(i + 2);
+      if (i + 2 < count) look_up_from(tile, token_of(i + 2));
 #pragma unroll
       for (int is_v = 0; is_v < kTiles; ++is_v) {
         const typename Shared::KvPlace right = place.ahead(1);  // freed first, and multiplied first

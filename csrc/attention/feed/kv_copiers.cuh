@@ -4,7 +4,8 @@
 // - RowCopier: cp.async gathers rows from all other caches. Their pages have fewer than 8 tokens and are not
 //   consecutive, or their strides are no multiple of 16 bytes.
 //
-// look_up() starts to read the page table, and found() returns the result. copy() runs when the ring has room.
+// look_up() starts to read the page table for an item. found() returns where the next tile is, and starts to read for
+// tiles after it. copy() runs when the ring has room.
 //
 // If the producer dequantizes tiles in place (dequantizer.cuh), copy() spreads a tile over the memory of its 16-bit
 // form. A stored block becomes two blocks, and copy() writes it to the second one.
@@ -92,7 +93,8 @@ struct KvShare {
   }
 };
 
-/// Loads a warp's share of a KV tile by TMA; lane i knows box i.
+/// Loads a warp's share of KV tiles by TMA. A lane has one box. A share has few, so lanes look up the boxes of several
+/// tiles at once, while the boxes before them are loaded.
 template <class Traits>
 struct BoxCopier {
   static constexpr bool kGathers = false;
@@ -100,11 +102,18 @@ struct BoxCopier {
   using Share = KvShare<Traits>;
   using Tile = KTile<Traits>;  // V tiles have K's layout, but may have another number of blocks
   static constexpr bool kHasTokenScales = Traits::Variant::kHasTokenScales;
+  /// Where a lane's box is, and the tile that is loaded next, among those whose boxes lanes have.
+  struct Box {
+    int32_t row = 0, page = 0;
+    bool wanted = false;
+    int tile = 0;
+  };
   const TmaParams& params;
   const Share& share;
-  int32_t token = 0;  // first token of the lane's box
+  int32_t token = 0;  // the first of the box that is looked up
   int32_t entry = 0;
   bool wanted = false;
+  Box held;  // the lane's box that is loaded next
 
   __device__ __forceinline__ BoxCopier(const TmaParams& params_, const Share& share_)
       : params(params_), share(share_) {}
@@ -114,32 +123,23 @@ struct BoxCopier {
     return kHasTokenScales && !params.scales_lie_together() ? 32 : 1;
   }
 
-  /// Starts to look up the boxes of the tile from `tile_token` on.
-  __device__ __forceinline__ void look_up(const LoadedRowTile& tile, int32_t tile_token) {
-    const int32_t box_token = ptx::lane_id() * params.box_tokens;
-    token = tile_token + share.first_token + box_token;
-    wanted = box_token < Share::kTokens && token < tile.readable.end && token > tile.readable.begin - params.box_tokens;
-    if (wanted) entry = tile.entry(params.attention, token);
+  /// Starts to look up the first tiles of an item, which has `count`. Tile number i begins at token_of(i).
+  template <class TokenOf>
+  __device__ __forceinline__ void look_up(const LoadedRowTile& tile, const TokenOf& token_of, int count) {
+    held.tile = 0;
+    look_up(tile, token_of, 0, count);
   }
 
-  // Where the box that was looked up is.
-  struct Box {
-    int32_t row, page;
-    bool wanted;
-  };
-
-  __device__ __forceinline__ Box found(const LoadedRowTile& tile) const {
-    Box box{0, 0, wanted};
-    if (!wanted) return box;
-    if (tile.pages.indices == nullptr) {
-      box.row = entry;  // TMA fills rows beyond the end of the tensor with zeros
-      const AttentionParams& attention = params.attention;
-      if (entry > attention.num_pages - min_of(params.box_tokens, tile.readable.end - token))
-        atomicOr(&attention.schedule.header->errors, kPageIndexInvalid);
-    } else {
-      box.page = tile.page(params.attention, entry);
-      box.row = params.attention.page_size.modulo(token);
+  /// The boxes of the next tile of the item, of `count` that are left.
+  template <class TokenOf>
+  __device__ __forceinline__ Box found(const LoadedRowTile& tile, const TokenOf& token_of, int count) {
+    if (held.tile == 0) {
+      held = looked_up(tile);
+      if (count > tiles_at_once()) look_up(tile, token_of, tiles_at_once(), count);
     }
+    Box box = held;
+    box.wanted &= box.tile == lane_tile();
+    held.tile = held.tile + 1 == tiles_at_once() ? 0 : held.tile + 1;
     return box;
   }
 
@@ -170,11 +170,41 @@ struct BoxCopier {
   }
 
  private:
+  /// The lane's tile among those whose boxes lanes hold, and its box's first token in the share.
+  __device__ __forceinline__ int lane_tile() const { return ptx::lane_id() * params.box_tokens / Share::kTokens; }
+  __device__ __forceinline__ int box_token() const { return ptx::lane_id() * params.box_tokens % Share::kTokens; }
+  __device__ __forceinline__ int tiles_at_once() const { return 32 * params.box_tokens / Share::kTokens; }
+
+  /// Looks up the tiles from number `first` on.
+  template <class TokenOf>
+  __device__ __forceinline__ void look_up(const LoadedRowTile& tile, const TokenOf& token_of, int first, int count) {
+    wanted = first + lane_tile() < count;
+    if (!wanted) return;
+    token = token_of(first + lane_tile()) + share.first_token + box_token();
+    wanted = token < tile.readable.end && token > tile.readable.begin - params.box_tokens;
+    if (wanted) entry = tile.entry(params.attention, token);
+  }
+
+  /// The lane's box.
+  __device__ __forceinline__ Box looked_up(const LoadedRowTile& tile) const {
+    Box box{0, 0, wanted};
+    if (!wanted) return box;
+    if (tile.pages.indices == nullptr) {
+      box.row = entry;  // TMA fills rows beyond the end of the tensor with zeros
+      const AttentionParams& attention = params.attention;
+      if (entry > attention.num_pages - min_of(params.box_tokens, tile.readable.end - token))
+        atomicOr(&attention.schedule.header->errors, kPageIndexInvalid);
+    } else {
+      box.page = tile.page(params.attention, entry);
+      box.row = params.attention.page_size.modulo(token);
+    }
+    return box;
+  }
+
   template <int kFirst, int kEnd>
   __device__ __forceinline__ void copy_box(const Shared& shared, const Box& box, int32_t head, int part,
                                            ptx::CachePolicy policy, uint32_t full, bool spreads) const {
-    const int32_t box_token = ptx::lane_id() * params.box_tokens;
-    const uint32_t target = ptx::shared_address(shared.kv(part)) + (share.first_token + box_token) * Tile::kRowBytes;
+    const uint32_t target = ptx::shared_address(shared.kv(part)) + (share.first_token + box_token()) * Tile::kRowBytes;
     const TensorMap& map = share.is_v ? params.v : params.k;
 #pragma unroll
     for (int block = kFirst; block < kEnd; ++block) {
@@ -186,7 +216,7 @@ struct BoxCopier {
     if constexpr (kHasTokenScales) {
       if (params.scales_lie_together())
         ptx::copy_bytes(
-            share.token_scale(shared, part, box_token),
+            share.token_scale(shared, part, box_token()),
             params.scales_of(share.token_scales(params.attention), box.page, head) + box.row * Share::kScaleWords,
             params.box_tokens * (Share::kScaleWords * 4), full);
     }
@@ -200,7 +230,7 @@ struct BoxCopier {
 #pragma unroll
     for (int i = 0; i < Share::kLaneTokens; ++i) {
       const int number = ptx::lane_id() + 32 * i;
-      const int lane = number >> (__ffs(params.box_tokens) - 1);  // it is a power of two
+      const int lane = (box.tile * Share::kTokens + number) >> (__ffs(params.box_tokens) - 1);  // it is a power of two
       const int32_t row = __shfl_sync(0xffffffffu, box.row, lane) + (number & (params.box_tokens - 1));
       const int32_t page = __shfl_sync(0xffffffffu, box.page, lane);
       const bool exists = __shfl_sync(0xffffffffu, box.wanted, lane);
@@ -237,13 +267,9 @@ struct RowCopier {
 
   __device__ __forceinline__ static uint32_t arrivals(const TmaParams&) { return 32; }
 
-  __device__ __forceinline__ void look_up(const LoadedRowTile& tile, int32_t tile_token) {
-    token = tile_token + share.first_token + ptx::lane_id();
-#pragma unroll
-    for (int i = 0; i < kLaneTokens; ++i) {
-      wanted[i] = token + 32 * i >= tile.readable.begin && token + 32 * i < tile.readable.end;
-      if (wanted[i]) entry[i] = tile.entry(params.attention, token + 32 * i);
-    }
+  template <class TokenOf>
+  __device__ __forceinline__ void look_up(const LoadedRowTile& tile, const TokenOf& token_of, int /*count*/) {
+    look_up_from(tile, token_of(0));
   }
 
   /// The rows that were looked up: where they begin in K or V, without their head, in units. Pages of one token are
@@ -256,26 +282,11 @@ struct RowCopier {
   };
   static constexpr uint32_t kNotWanted = 0xffffffff;
 
-  __device__ __forceinline__ Rows found(const LoadedRowTile& tile) const {
-    const KvTensor& tensor = share.is_v ? params.attention.v : params.attention.k;
-    const int lane = ptx::lane_id();
-    Rows rows;
-    const uint32_t some = __ballot_sync(0xffffffffu, wanted[0]);
-    rows.first = 0;
-    bool is_apart = !kFindsRuns || params.run_tokens == 0 || some == 0;
-#pragma unroll
-    for (int i = 0; i < kLaneTokens; ++i) {
-      rows.begin[i] = kNotWanted;
-      const int32_t page = wanted[i] ? tile.page(params.attention, entry[i]) : 0;
-      if (i == 0) rows.first = __shfl_sync(0xffffffffu, page - lane, some == 0 ? 0 : __ffs(some) - 1);
-      is_apart |= wanted[i] && page - lane - 32 * i != rows.first;
-      if (!wanted[i]) continue;
-      const int32_t in_page = params.attention.page_size.modulo(token + 32 * i);
-      if constexpr (Traits::Variant::kHasTokenScales) rows.tokens[i] = SlotPlace{page, in_page};
-      rows.begin[i] =
-          static_cast<uint32_t>((page * tensor.page_stride + in_page * tensor.token_stride) >> params.unit_shift);
-    }
-    rows.is_run = kFindsRuns && !__any_sync(0xffffffffu, is_apart);
+  /// As BoxCopier::found(). Rows take long to load: the entries of one tile arrive in the meantime.
+  template <class TokenOf>
+  __device__ __forceinline__ Rows found(const LoadedRowTile& tile, const TokenOf& token_of, int count) {
+    const Rows rows = looked_up(tile);
+    if (count > 1) look_up_from(tile, token_of(1));
     return rows;
   }
 
@@ -305,6 +316,38 @@ struct RowCopier {
   }
 
  private:
+  __device__ __forceinline__ void look_up_from(const LoadedRowTile& tile, int32_t tile_token) {
+    token = tile_token + share.first_token + ptx::lane_id();
+#pragma unroll
+    for (int i = 0; i < kLaneTokens; ++i) {
+      wanted[i] = token + 32 * i >= tile.readable.begin && token + 32 * i < tile.readable.end;
+      if (wanted[i]) entry[i] = tile.entry(params.attention, token + 32 * i);
+    }
+  }
+
+  __device__ __forceinline__ Rows looked_up(const LoadedRowTile& tile) const {
+    const KvTensor& tensor = share.is_v ? params.attention.v : params.attention.k;
+    const int lane = ptx::lane_id();
+    Rows rows;
+    const uint32_t some = __ballot_sync(0xffffffffu, wanted[0]);
+    rows.first = 0;
+    bool is_apart = !kFindsRuns || params.run_tokens == 0 || some == 0;
+#pragma unroll
+    for (int i = 0; i < kLaneTokens; ++i) {
+      rows.begin[i] = kNotWanted;
+      const int32_t page = wanted[i] ? tile.page(params.attention, entry[i]) : 0;
+      if (i == 0) rows.first = __shfl_sync(0xffffffffu, page - lane, some == 0 ? 0 : __ffs(some) - 1);
+      is_apart |= wanted[i] && page - lane - 32 * i != rows.first;
+      if (!wanted[i]) continue;
+      const int32_t in_page = params.attention.page_size.modulo(token + 32 * i);
+      if constexpr (Traits::Variant::kHasTokenScales) rows.tokens[i] = SlotPlace{page, in_page};
+      rows.begin[i] =
+          static_cast<uint32_t>((page * tensor.page_stride + in_page * tensor.token_stride) >> params.unit_shift);
+    }
+    rows.is_run = kFindsRuns && !__any_sync(0xffffffffu, is_apart);
+    return rows;
+  }
+
   template <int kFirst, int kEnd>
   __device__ __forceinline__ void copy_run(const Shared& shared, const Rows& rows, int32_t head, int part,
                                            ptx::CachePolicy policy, uint32_t stored) const {

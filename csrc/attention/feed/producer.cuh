@@ -121,7 +121,8 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
                Traits::kTuning.kv_tile)
         .token;
   };
-  const auto look_up = [&](int ahead = 0) { copier.look_up(tile, first_token(ahead)); };
+  const auto tiles_left = [&] { return cursor.last_kv_tile(tile.num_kv_tiles) - cursor.now.kv_tile; };
+  const auto look_up = [&] { copier.look_up(tile, first_token, tiles_left()); };
   look_up();
   ptx::wait_for_previous_grid();  // so far only the schedule and page tables have been read
   int32_t tiles_after_mma = 0;    // KV tiles after an item for mma.sync to which the limit `limited` still applies
@@ -142,7 +143,7 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
             : ptx::kKeepNormally;
     const int32_t end = cursor.last_kv_tile(tile.num_kv_tiles);
     if constexpr (Traits::kDequantizesOnLoad) {
-      copier.dequantize(shared, tile, head, end - cursor.now.kv_tile, look_up, place);
+      copier.dequantize(shared, tile, head, tiles_left(), first_token, place);
       cursor.now.kv_tile = end;
     } else {
       bool is_filled = !copies;
@@ -153,7 +154,7 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
             const auto row_of = [&](int i) { return tile.dequantized_row(first_token(i)); };
             dequantizer.load(tma_params, head, count, tiles_after_mma, row_of, place);
           } else {
-            dequantizer.fill(copier, tile, head, count, limited, look_up, place);
+            dequantizer.fill(copier, tile, head, count, limited, first_token, place);
           }
           if (Shared::kParts == 1) tiles_after_mma = for_mma ? Shared::kKvParts / 2 + 1 : tiles_after_mma - count;
           is_filled = true;
@@ -161,11 +162,8 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
       }
       if (is_filled) cursor.now.kv_tile = end;
       while (!is_filled) {
-        const auto found = copier.found(tile);
+        const auto found = copier.found(tile, first_token, tiles_left());
         const bool last = ++cursor.now.kv_tile == end;
-        // Looks up the next KV tile's pages. Gathering takes long enough for the entries to arrive; TMA loads should be
-        // issued first, because they have few entries to wait for.
-        if (Copier::kGathers && !last) look_up();
         if (!kIsWide) wait_for_part<Traits>(shared, place, for_mma || tiles_after_mma > 0);
         // Where stages are not divided, one warpgroup frees an item's last tile for both, and the other only waits on
         // its barrier. The other one must observe the phase before the stage is refilled, or it would wait for a later
@@ -184,7 +182,6 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
         }
         place = place.ahead(is_one_tile ? Shared::kParts : 2 * Shared::kParts);
         if (last) break;
-        if (!Copier::kGathers) look_up();
       }
     }
     cursor.next_pair(params.num_kv_heads);
