@@ -64,7 +64,7 @@ inline QueryPart find_q_rope(const LatentAttentionParams& params, const LaunchCo
 
 /// Room for the arguments of any design's kernel.
 struct alignas(64) KernelArguments {
-  char bytes[2048];
+  char bytes[2304];
 
   template <class Arguments>
   Arguments& make() {

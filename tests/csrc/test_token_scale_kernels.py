@@ -62,6 +62,26 @@ def test_random_cases(
         run_and_check(problem, emulated, kernel, number, wants_lse=number % 2 == 0, cascade=cascade)
 
 
+@pytest.mark.parametrize("page_size", [8, 16, 64])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_int4_pages_with_one_head_after_another(emulated: Path, head_dim: int, page_size: int) -> None:
+    """Two tokens of a head are a row of 128 bytes, if boxes then have enough rows."""
+    for seed, qo_lens in enumerate([(1, 1, 3), (1, 70, 2)]):
+        spec = cases.Spec(
+            qo_lens,
+            (500, 90, 33),
+            num_kv_heads=2,
+            group_size=(4, 10)[seed],
+            head_dim=head_dim,
+            page_size=page_size,
+            layout="HND",
+            num_ctas=3,
+            seed=seed,
+        )
+        problem = Float8Case(spec, "cpu", INT4, "token", "token")
+        run_and_check(problem, emulated, "hopper", seed)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_variants_that_transform_rows(emulated: Path, kernel: str) -> None:
     """They see scaled rows."""

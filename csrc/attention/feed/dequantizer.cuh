@@ -42,8 +42,8 @@ class InPlaceDequantizer {
       : shared_(shared), share_(share), arrivals_(arrivals), factor_(factor) {}
 
   /// Fills `count` tiles of an item, which has been looked up; no more than `limited` of the first as wait_for_part()
-  /// says. Tile number i begins at token_of(i). `place`: where the warp's part of the first is, were it to stay as it is
-  /// stored. All are dequantized in the end: warps then wait for one another, and for room for Q.
+  /// says. Tile number i begins at token_of(i). `place`: where the warp's part of the first is, were it to stay as it
+  /// is stored. All are dequantized in the end: warps then wait for one another, and for room for Q.
   template <class TokenOf>
   __device__ __forceinline__ void fill(Copier& copier, const LoadedRowTile& tile, int32_t head, int count, int limited,
                                        const TokenOf& token_of, Place& place) {

@@ -123,6 +123,11 @@ struct BoxCopier {
     return kHasTokenScales && !params.scales_lie_together() ? 32 : 1;
   }
 
+  /// 1: rows of tiles have two tokens (TmaParams::k_pairs); 0: one. `spreads`: as in target_block().
+  __device__ __forceinline__ static int pairs(const TmaParams& params, bool spreads) {
+    return Traits::kMultipliesInt4 && !spreads ? params.has_token_pairs : 0;
+  }
+
   /// Starts to look up the first tiles of an item, which has `count`. Tile number i begins at token_of(i).
   template <class TokenOf>
   __device__ __forceinline__ void look_up(const LoadedRowTile& tile, const TokenOf& token_of, int count) {
@@ -151,9 +156,9 @@ struct BoxCopier {
     const bool scales_are_apart = kHasTokenScales && !params.scales_lie_together();
     const uint32_t full = stored != 0 ? stored : shared.kv_full(part);
     const uint32_t boxes = __popc(__ballot_sync(0xffffffffu, box.wanted));
-    const uint32_t box_bytes =
-        params.box_tokens *
-        (share.row_bytes(kFirst, kEnd) + (kHasTokenScales && !scales_are_apart ? Share::kScaleWords * 4 : 0));
+    uint32_t token_bytes = share.row_bytes(kFirst, kEnd) >> pairs(params, stored != 0);
+    if (kHasTokenScales && !scales_are_apart) token_bytes += Share::kScaleWords * 4;
+    const uint32_t box_bytes = params.box_tokens * token_bytes;
     if (ptx::lane_id() == 0) {
       if (scales_are_apart)
         ptx::mbarrier_expect(full, boxes * box_bytes);
@@ -171,9 +176,10 @@ struct BoxCopier {
 
  private:
   /// The lane's tile among those whose boxes lanes hold, and its box's first token in the share.
-  __device__ __forceinline__ int lane_tile() const { return ptx::lane_id() * params.box_tokens / Share::kTokens; }
-  __device__ __forceinline__ int box_token() const { return ptx::lane_id() * params.box_tokens % Share::kTokens; }
-  __device__ __forceinline__ int tiles_at_once() const { return 32 * params.box_tokens / Share::kTokens; }
+  static constexpr uint32_t kTokens = Share::kTokens;  // unsigned: divisions are shifts
+  __device__ __forceinline__ int lane_tile() const { return ptx::lane_id() * params.box_tokens / kTokens; }
+  __device__ __forceinline__ int box_token() const { return ptx::lane_id() * params.box_tokens % kTokens; }
+  __device__ __forceinline__ int tiles_at_once() const { return 32 * params.box_tokens / kTokens; }
 
   /// Looks up the tiles from number `first` on.
   template <class TokenOf>
@@ -204,14 +210,16 @@ struct BoxCopier {
   template <int kFirst, int kEnd>
   __device__ __forceinline__ void copy_box(const Shared& shared, const Box& box, int32_t head, int part,
                                            ptx::CachePolicy policy, uint32_t full, bool spreads) const {
-    const uint32_t target = ptx::shared_address(shared.kv(part)) + (share.first_token + box_token()) * Tile::kRowBytes;
-    const TensorMap& map = share.is_v ? params.v : params.k;
+    const int in_pairs = pairs(params, spreads);
+    const TensorMap& map = params.cache_map(share.is_v, in_pairs);
+    const uint32_t target =
+        ptx::shared_address(shared.kv(part)) + ((share.first_token + box_token()) * Tile::kRowBytes >> in_pairs);
 #pragma unroll
     for (int block = kFirst; block < kEnd; ++block) {
       if (block >= share.blocks()) break;
       ptx::copy_box(
           target + target_block<typename Tile::Element>(block, spreads, share.wide_blocks()) * Tile::kBlockBytes, map,
-          full, block * Tile::kBoxColumns, box.row, head, box.page, policy);
+          full, block * Tile::kBoxColumns, box.row >> in_pairs, head, box.page, policy);
     }
     if constexpr (kHasTokenScales) {
       if (params.scales_lie_together())

@@ -73,7 +73,7 @@ __device__ __forceinline__ void consume(const TmaParams& params, const SharedMem
     using LargeTiles = typename Conditional<Traits::kMultipliesFloat8, Float8Prefill<Traits>, Prefill<Traits>>::Type;
     ptx::take_registers<Traits::kTuning.consumer_registers()>();
     using SmallTiles = typename Conditional<Traits::kMultipliesInt4, Int4Decode<Traits>, Decode<Traits>>::Type;
-    SmallTiles decode{params.attention, ring};
+    SmallTiles decode{params, ring};
     LargeTiles prefill{params, ring};
     for (WorkItems<Traits> items(shared); items.any(); items.next()) {
       const WorkItem& item = items.item();
@@ -103,6 +103,10 @@ __device__ __forceinline__ void attention(const typename Traits::Params& params)
   if (threadIdx.x == kProducerThreads) {
     ptx::prefetch_tensor_map(params.k);
     ptx::prefetch_tensor_map(params.v);
+    if constexpr (Traits::kMultipliesInt4) {
+      ptx::prefetch_tensor_map(params.k_pairs);
+      ptx::prefetch_tensor_map(params.v_pairs);
+    }
     ptx::prefetch_tensor_map(params.q);
     ptx::prefetch_tensor_map(params.q_row);
     ptx::prefetch_tensor_map(params.o);

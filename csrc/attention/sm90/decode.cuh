@@ -65,8 +65,9 @@ struct Decode {
     __device__ __forceinline__ explicit Layout(int warp) : first_token(warp % 4 * kTokens), kv_warp(warp) {}
   };
 
-  const AttentionParams& params;
+  const TmaParams& tma_params;
   KvRing<Traits>& ring;
+  const AttentionParams& params{tma_params.attention};
   const Scores<Traits> scores{params};
 
   __device__ __forceinline__ void run(const WorkItem& item, int q_stage) {

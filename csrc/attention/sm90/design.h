@@ -126,6 +126,24 @@ inline void encode_dequantized(const LaunchContext& context, TmaParams& tma) {
   encode(context.dequantized.v, context.dims.v, tma.dequantized_v);
 }
 
+/// Encodes the maps of K and V whose rows have two tokens, if the tokens of a head lie together. Heads have 64 or 128
+/// columns: chunks of a token are then found by an exclusive or. A box has eight rows or more.
+inline void encode_token_pairs(const LaunchContext& context, TmaParams& tma) {
+  const AttentionParams& params = tma.attention;
+  const auto encode = [&](const KvTensor& tensor, int32_t columns, TensorMap& map) {
+    const int32_t bytes = stored_columns(columns, context.kv_dtype);
+    if ((bytes != 32 && bytes != 64) || tensor.token_stride != bytes) return false;
+    const Tensor4d pairs{.data = tensor.data,
+                         .dtype = context.kv_dtype,
+                         .sizes = {2 * bytes, params.page_size.divisor / 2, params.num_kv_heads, params.num_pages},
+                         .strides = {2 * tensor.token_stride, tensor.head_stride, tensor.page_stride},
+                         .box = {kBlockRowBytes, tma.box_tokens / 2, 1, 1}};
+    return context.encode(pairs, map);
+  };
+  tma.has_token_pairs = tma.box_tokens >= 16 && encode(params.k, context.dims.qk, tma.k_pairs) &&
+                        encode(params.v, context.dims.v, tma.v_pairs);
+}
+
 /// Encodes the maps of K and V, if TMA can load them.
 inline void encode_caches(const LaunchContext& context, TmaParams& tma) {
   const AttentionParams& params = tma.attention;
@@ -138,6 +156,7 @@ inline void encode_caches(const LaunchContext& context, TmaParams& tma) {
   if (tokens > 0 && encode_cache(params, context, params.k, context.dims.qk, is_flat, tokens, tma.k) &&
       encode_cache(params, context, params.v, context.dims.v, is_flat, tokens, tma.v))
     (is_flat && !is_ragged ? tma.run_tokens : tma.box_tokens) = tokens;
+  if (context.kv_form.is_int4 && decodes_int4(context.dims) && !is_flat) encode_token_pairs(context, tma);
   const int32_t k_words = context.kv_form.scale_words(context.dims.qk);
   const bool are_alike = k_words == context.kv_form.scale_words(context.dims.v);
   if (context.kv_form.has_token_scales && tma.box_tokens > 0 && !is_flat && are_alike) find_scales(tma, k_words);

@@ -242,8 +242,9 @@ struct Int4Decode {
   static constexpr int kFreedFor = 2;  // warps: its own, and one of the warpgroup that does not read the tile
   static_assert(Shared::kKvParts % (4 * kParts) == 0, "a warpgroup always has the same stages, within an item");
 
-  const AttentionParams& params;
+  const TmaParams& tma_params;
   KvRing<Traits>& ring;
+  const AttentionParams& params{tma_params.attention};
   const Scores<Traits> scores{params};
 
   __device__ __forceinline__ void run(const WorkItem& item, int q_stage) {
@@ -326,14 +327,28 @@ struct Int4Decode {
     for (int i = 0; i < kCount; ++i) stored[i] = __uint_as_float(ptx::load_word(first + 32 * i));
   }
 
+  /// The address of chunk number `chunk` of a token in the tile at `part`. A row may have two tokens
+  /// (TmaParams::k_pairs).
+  template <class Tile>
+  __device__ __forceinline__ uint32_t chunk_address(int part, int token, int chunk) const {
+    const int row = token >> tma_params.has_token_pairs;
+    if ((token & tma_params.has_token_pairs) != 0) chunk += Tile::kHeadChunks;
+    return ptx::shared_address(ring.shared.kv(part)) + Tile::offset(row, chunk);
+  }
+  /// From 16 tokens of a tile to the next.
+  __device__ __forceinline__ uint32_t bytes_of_16_tokens() const {
+    return 16 * kBlockRowBytes >> tma_params.has_token_pairs;
+  }
+
   /// S = K Q^T, times K's scales. The rows of products are tokens. `row`: of the tile, the warp's first.
   template <int kEights, int kFragments>
   __device__ __forceinline__ void multiply_keys(const Int4Query<Traits, kEights>& query,
                                                 float (&s)[kEights][kFragments][4], const Place& keys, int row) const {
     constexpr uint32_t kInteger = 0x4b000000;  // 2^23: integers are its lowest bits
     constexpr int kColumns = Traits::Shape::kQkMultiplied, kLoads = ceil_div(kColumns, 64) * kFragments;
-    const uint32_t k =
-        ptx::shared_address(ring.shared.kv(keys.index)) + row * Keys::kRowBytes + Keys::columns_first(ptx::lane_id());
+    const int lane = ptx::lane_id();  // as in columns_first()
+    const uint32_t k = chunk_address<Keys>(keys.index, row + (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
+    const uint32_t next_fragment = bytes_of_16_tokens();
     uint32_t words[2][4];  // of 16 tokens x 64 columns
     ptx::ldmatrix_x4(words[0], k);
     float stored[2 * kFragments];
@@ -351,7 +366,8 @@ struct Int4Decode {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int f = i % kFragments, d = i / kFragments, next = i + 1;
-      if (next < kLoads) ptx::ldmatrix_x4(words[next % 2], Keys::block(k, next % kFragments, next / kFragments));
+      if (next < kLoads)
+        ptx::ldmatrix_x4(words[next % 2], Keys::block(k, 0, next / kFragments) + next % kFragments * next_fragment);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (d * 64 + half * 32 >= kColumns) break;
@@ -389,8 +405,8 @@ struct Int4Decode {
     constexpr int kColumns = Traits::kVColumns, kLoadsOfFragment = ceil_div(kColumns, 64);
     constexpr int kLoads = kFragments * kLoadsOfFragment;
     const int lane = ptx::lane_id();
-    const uint32_t v =
-        ptx::shared_address(ring.shared.kv(values.index)) + row * Values::kRowBytes + Values::rows_first(lane);
+    const uint32_t v = chunk_address<Values>(values.index, row + (lane & 15), lane >> 4);  // as in rows_first()
+    const uint32_t next_fragment = bytes_of_16_tokens();
     uint32_t words[2][4];  // of 16 tokens x 64 columns
     ptx::ldmatrix_x4_trans(words[0], v);
     float weights[2 * kFragments];
@@ -416,7 +432,8 @@ struct Int4Decode {
     for (int i = 0; i < kLoads; ++i) {
       const int f = i / kLoadsOfFragment, d = i % kLoadsOfFragment, next = i + 1;
       if (next < kLoads)
-        ptx::ldmatrix_x4_trans(words[next % 2], Values::block(v, next / kLoadsOfFragment, next % kLoadsOfFragment));
+        ptx::ldmatrix_x4_trans(words[next % 2],
+                               Values::block(v, 0, next % kLoadsOfFragment) + next / kLoadsOfFragment * next_fragment);
       if (d == 0) {
         const uint32_t a[4] = {zero_points[2 * f], zero_points[2 * f], zero_points[2 * f + 1], zero_points[2 * f + 1]};
 #pragma unroll
