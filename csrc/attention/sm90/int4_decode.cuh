@@ -116,8 +116,8 @@ struct Int4Query {
 /// eight. Of each 32 columns of O it holds columns 4g to 4g + 3: product i of two has columns i and i + 2, in its rows
 /// g and g + 8.
 ///
-/// zeros: probabilities times zero points, summed. Maxima are not scaled. They include the logarithms of weights. Sums
-/// are of exp2(score * scale - maximum * scale), over this lane's tokens. `scale` is above 0, and makes a score a
+/// zeros: probabilities times zero points, summed. Maxima are of score * scale + log2(weight). Sums are of exp2(score *
+/// scale - maximum), over this lane's tokens. `scale` is above 0, and makes a score a
 /// logarithm to base 2.
 template <int kEights, int kColumns>
 struct Int4State {
@@ -150,10 +150,9 @@ struct Int4State {
   template <int kFragments>
   __device__ __forceinline__ void raise_maxima(const float (&s)[kEights][kFragments][4],
                                                const float (&weights)[2 * kFragments]) {
-    const float per_score = __fdividef(1.0f, scale);
     float logarithms[2 * kFragments];
 #pragma unroll
-    for (int i = 0; i < 2 * kFragments; ++i) logarithms[i] = ptx::lg2(weights[i]) * per_score;
+    for (int i = 0; i < 2 * kFragments; ++i) logarithms[i] = ptx::lg2(weights[i]);
 #pragma unroll
     for (int b = 0; b < kEights; ++b) {
       float highest[2];
@@ -162,9 +161,9 @@ struct Int4State {
         highest[r] = minus_infinity();
 #pragma unroll
         for (int i = 0; i < 2 * kFragments; ++i)
-          highest[r] = fmaxf(highest[r], s[b][i / 2][i % 2 * 2 + r] + logarithms[i]);
+          highest[r] = fmaxf(highest[r], fmaf(s[b][i / 2][i % 2 * 2 + r], scale, logarithms[i]));
       }
-      const auto exceeds = [&](int r) { return (highest[r] - maximum[b][r]) * scale > kSlack; };
+      const auto exceeds = [&](int r) { return highest[r] - maximum[b][r] > kSlack; };
       if (!__any_sync(ptx::kAllLanes, exceeds(0) || exceeds(1))) continue;
       float correction[2];
 #pragma unroll
@@ -172,7 +171,7 @@ struct Int4State {
         highest[r] = over_tokens(highest[r], [](float x, float y) { return fmaxf(x, y); });
         // Only a row's own scores raise its maximum: its bits do not depend on other rows.
         const float m = exceeds(r) ? highest[r] : maximum[b][r];
-        correction[r] = m == minus_infinity() ? 1.0f : ptx::ex2((maximum[b][r] - m) * scale);
+        correction[r] = m == minus_infinity() ? 1.0f : ptx::ex2(maximum[b][r] - m);
         maximum[b][r] = m;
         sum[b][r] *= correction[r];
       }
@@ -196,7 +195,7 @@ struct Int4State {
     for (int b = 0; b < kEights; ++b) {
       float base[2];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) base[r] = maximum[b][r] == minus_infinity() ? 0.0f : maximum[b][r] * scale;
+      for (int r = 0; r < 2; ++r) base[r] = maximum[b][r] == minus_infinity() ? 0.0f : maximum[b][r];
 #pragma unroll
       for (int f = 0; f < kFragments; ++f) {
 #pragma unroll
@@ -286,14 +285,14 @@ struct Int4Decode {
       const int32_t token = Walk::enter(start, rows) + row;
       start = next_tile(item, start.token, tile + 2, 2);  // early: it may have to be loaded
       const Place keys = ring.kv, values = ring.kv.ahead(kParts);
-      wait_full(keys);
+      ring.shared.wait_kv_full(own_part(keys));
 #pragma unroll 1
       for (int step = 0; step < kTokens; step += kStep) {
         float s[kEights][kStep / 16][4];
         multiply_keys(query, s, keys, row + step);
         if (step + kStep == kTokens) free(keys);
         const bool all_seen = scores.finish(item, s, 0, token + step, constants, rows);
-        wait_full(values);
+        ring.shared.wait_kv_full(own_part(values));
         multiply_values(state, s, values, row + step, all_seen);
       }
       free(values);
@@ -310,9 +309,11 @@ struct Int4Decode {
       return KvTileStart{token + tiles * Walk::kStep, false};
   }
 
-  __device__ __forceinline__ void wait_full(Place tile) const {
-#pragma unroll
-    for (int part = 0; part < kParts; ++part, ++tile.index) ring.shared.wait_kv_full(tile);
+  /// The part of a tile that has the warp's tokens. Other parts' barriers need no wait: all warps of the warpgroup free
+  /// all parts of a tile, so none is a phase behind.
+  __device__ __forceinline__ static Place own_part(Place tile) {
+    tile.index += consumer_warp() % 4 * kParts / 4;
+    return tile;
   }
   __device__ __forceinline__ void free(Place tile) const {
 #pragma unroll
@@ -421,10 +422,8 @@ struct Int4Decode {
     }
 #pragma unroll
     for (float& weight : weights) {
-      if (all_seen)
-        weight = weight < kSmallest ? kSmallest : weight;
-      else
-        weight = fminf(fmaxf(weight, kSmallest), kLargest);
+      const bool is_large = !(weight <= kLargest), is_small = weight < kSmallest;  // NaN is large
+      weight = is_small ? kSmallest : is_large & !all_seen ? kLargest : weight;
     }
     uint32_t p[kEights][kFragments][2];
     state.template update<kUsesSoftmax>(s, weights, p);
@@ -479,7 +478,7 @@ struct Int4Decode {
       for (int r = 0; r < 2; ++r) {
         const float sum = over_tokens(state.sum[b][r], [](float x, float y) { return x + y; });
         if (lane >= 4) continue;
-        row_maxima[8 * b + 2 * lane + r].by_warp[warp] = state.maximum[b][r] * state.scale;
+        row_maxima[8 * b + 2 * lane + r].by_warp[warp] = state.maximum[b][r];
         row_sums[8 * b + 2 * lane + r].by_warp[warp] = sum;
       }
     }
@@ -491,7 +490,7 @@ struct Int4Decode {
       for (int r = 0; r < 2; ++r) {
         const int tile_row = 8 * b + lane % 4 * 2 + r;
         const MergedRow merged =
-            merge_row(target, row_maxima[tile_row], row_sums[tile_row], state.maximum[b][r], state.scale, tile_row);
+            merge_row(target, row_maxima[tile_row], row_sums[tile_row], state.maximum[b][r], tile_row);
         lse[r] = merged.lse(target);
         if (tile_row >= item.rows.count) continue;
 #pragma unroll

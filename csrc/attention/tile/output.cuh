@@ -186,12 +186,11 @@ struct MergedRow {
   }
 };
 
-/// Merges the states of row `tile_row`: `maxima` (scaled) and `sums` of all warps. The calling warp's maximum, which
-/// `scale` scales, is `own_maximum`.
+/// Merges the states of row `tile_row`: `maxima` and `sums` of all warps. `own_maximum`: the calling warp's. Maxima are
+/// scaled.
 template <class Target, int kWarps>
 __device__ __forceinline__ MergedRow merge_row(const Target& target, const OfWarps<kWarps>& maxima,
-                                               const OfWarps<kWarps>& sums, float own_maximum, float scale,
-                                               int tile_row) {
+                                               const OfWarps<kWarps>& sums, float own_maximum, int tile_row) {
   MergedRow row{};
   float maximum = minus_infinity();
 #pragma unroll
@@ -199,10 +198,10 @@ __device__ __forceinline__ MergedRow merge_row(const Target& target, const OfWar
   row.base = maximum == minus_infinity() ? 0.0f : maximum;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) row.sum += sums.by_warp[w] * ptx::ex2(maxima.by_warp[w] - row.base);
-  row.factor = row.sum > 0.0f ? __fdividef(ptx::ex2(own_maximum * scale - row.base), row.sum) : 0.0f;
+  row.factor = row.sum > 0.0f ? __fdividef(ptx::ex2(own_maximum - row.base), row.sum) : 0.0f;
   if (target.has_sinks()) {
     row.with_sink = target.end_row_with_sink(maximum, row.sum, tile_row);
-    row.factor = ptx::ex2(own_maximum * scale - row.base) * row.with_sink.factor;
+    row.factor = ptx::ex2(own_maximum - row.base) * row.with_sink.factor;
   }
   if constexpr (Target::kHasScales) row.factor = target.with_scale(row.factor, tile_row);
   return row;
@@ -285,7 +284,7 @@ __device__ __forceinline__ void write_merged_warps(WarpState<Multiplied, kColumn
   for (int half = 0;;) {
     const int tile_row = warp.first_row + half * 8 + lane / 4;
     const MergedRow row =
-        merge_row(target, row_maxima[tile_row], row_sums[tile_row], state.maximum[0][0], state.scale, tile_row);
+        merge_row(target, row_maxima[tile_row], row_sums[tile_row], state.maximum[0][0] * state.scale, tile_row);
     if (const int32_t count = target.rows.count; tile_row < count) {  // read once, not for each store
       if constexpr (Layout::kFourColumns) {
 #pragma unroll
