@@ -119,9 +119,7 @@ struct BoxCopier {
       : params(params_), share(share_) {}
 
   /// Of a warp at a part's barrier: of one lane, or of all that copy TokenScales.
-  __device__ __forceinline__ static uint32_t arrivals(const TmaParams& params) {
-    return kHasTokenScales && !params.scales_lie_together() ? 32 : 1;
-  }
+  __device__ __forceinline__ static uint32_t arrivals(const TmaParams&) { return kHasTokenScales ? 32 : 1; }
 
   /// 1: rows of tiles have two tokens (TmaParams::k_pairs); 0: one. `spreads`: as in target_block().
   __device__ __forceinline__ static int pairs(const TmaParams& params, bool spreads) {
@@ -153,23 +151,22 @@ struct BoxCopier {
   template <int kFirst, int kEnd>
   __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part,
                                        ptx::CachePolicy policy, uint32_t stored = 0) const {
-    const bool scales_are_apart = kHasTokenScales && !params.scales_lie_together();
     const uint32_t full = stored != 0 ? stored : shared.kv_full(part);
     const uint32_t boxes = __popc(__ballot_sync(0xffffffffu, box.wanted));
-    uint32_t token_bytes = share.row_bytes(kFirst, kEnd) >> pairs(params, stored != 0);
-    if (kHasTokenScales && !scales_are_apart) token_bytes += Share::kScaleWords * 4;
-    const uint32_t box_bytes = params.box_tokens * token_bytes;
+    const uint32_t bytes = boxes * params.box_tokens * (share.row_bytes(kFirst, kEnd) >> pairs(params, stored != 0));
     if (ptx::lane_id() == 0) {
-      if (scales_are_apart)
-        ptx::mbarrier_expect(full, boxes * box_bytes);
+      if constexpr (kHasTokenScales)
+        ptx::mbarrier_expect(full, bytes);
       else
-        ptx::mbarrier_arrive_expect(full, boxes * box_bytes);
+        ptx::mbarrier_arrive_expect(full, bytes);
     }
     __syncwarp();
     if (box.wanted) copy_box<kFirst, kEnd>(shared, box, head, part, policy, full, stored != 0);
     if constexpr (kHasTokenScales) {
-      if (!scales_are_apart) return;
-      copy_token_scales(shared, box, head, part);
+      if (params.scales_lie_together())
+        copy_scales_of_boxes(shared, box, head, part);
+      else
+        copy_token_scales(shared, box, head, part);
       ptx::mbarrier_arrive_after_cp_async(full);
     }
   }
@@ -221,13 +218,26 @@ struct BoxCopier {
           target + target_block<typename Tile::Element>(block, spreads, share.wide_blocks()) * Tile::kBlockBytes, map,
           full, block * Tile::kBoxColumns, box.row >> in_pairs, head, box.page, policy);
     }
-    if constexpr (kHasTokenScales) {
-      if (params.scales_lie_together())
-        ptx::copy_bytes(
-            share.token_scale(shared, part, box_token()),
-            params.scales_of(share.token_scales(params.attention), box.page, head) + box.row * Share::kScaleWords,
-            params.box_tokens * (Share::kScaleWords * 4), full);
-    }
+  }
+
+  /// The lane that has the box of token number `number` of the share. box_tokens is a power of 2.
+  __device__ __forceinline__ int lane_of(const Box& box, int number) const {
+    return (box.tile * Share::kTokens + number) >> (__ffs(params.box_tokens) - 1);
+  }
+
+  /// Copies 16 bytes in a lane. TokenScales of a box lie together.
+  __device__ __forceinline__ void copy_scales_of_boxes(const Shared& shared, const Box& box, int32_t head,
+                                                       int part) const {
+    constexpr int kWords = Share::kScaleWords, kChunks = Share::kTokens * kWords / 4;
+    static_assert(kChunks <= 32);
+    const int word = ptx::lane_id() * 4, number = word / kWords, lane = lane_of(box, number);
+    const int32_t row = __shfl_sync(0xffffffffu, box.row, lane), page = __shfl_sync(0xffffffffu, box.page, lane);
+    const bool exists = __shfl_sync(0xffffffffu, box.wanted, lane);
+    if (!exists || ptx::lane_id() >= kChunks) return;
+    const int first_word = (number & -params.box_tokens) * kWords;  // of the box
+    ptx::cp_async_16(
+        share.token_scale(shared, part, 0) + word * 4,
+        params.scales_of(share.token_scales(params.attention), page, head) + row * kWords + word - first_word);
   }
 
   /// Lane i copies the scales of tokens i and i + 32.
@@ -238,7 +248,7 @@ struct BoxCopier {
 #pragma unroll
     for (int i = 0; i < Share::kLaneTokens; ++i) {
       const int number = ptx::lane_id() + 32 * i;
-      const int lane = (box.tile * Share::kTokens + number) >> (__ffs(params.box_tokens) - 1);  // it is a power of two
+      const int lane = lane_of(box, number);
       const int32_t row = __shfl_sync(0xffffffffu, box.row, lane) + (number & (params.box_tokens - 1));
       const int32_t page = __shfl_sync(0xffffffffu, box.page, lane);
       const bool exists = __shfl_sync(0xffffffffu, box.wanted, lane);

@@ -61,13 +61,6 @@ __device__ __forceinline__ void copy_box(uint32_t shared, const TensorMap& map, 
       : "memory");
 }
 
-/// Loads `bytes`, a multiple of 16, that lie together; both addresses are multiples of 16, too.
-__device__ __forceinline__ void copy_bytes(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
-               "l"(global), "r"(bytes), "r"(barrier)
-               : "memory");
-}
-
 /// Stores a box from shared memory to a tensor; elements outside the tensor are skipped. The box must be visible to the
 /// async proxy (fence_async_proxy()). The store belongs to the issuing thread's next bulk_commit().
 __device__ __forceinline__ void store_box(const TensorMap& map, uint32_t shared, int32_t c0, int32_t c1, int32_t c2,

@@ -182,22 +182,6 @@ inline void copy_box(uint32_t shared, const TensorMap& map, uint32_t barrier, in
   });
 }
 
-inline void copy_bytes(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {
-  if (reinterpret_cast<uintptr_t>(global) % 16 != 0 || shared % 16 != 0 || bytes % 16 != 0)
-    emulation::fail("a bulk copy begins or ends inside 16 bytes");
-  if (bytes == 0 || shared + bytes > emulation::shared_bytes)
-    emulation::fail("a bulk copy is empty, or reaches beyond shared memory");
-  char* const to = shared_pointer(shared, 16);
-  if (emulation::unfenced_writer(shared, bytes) >= 0)
-    emulation::fail("TMA fills what no fence.proxy.async has followed");
-  std::memset(to, emulation::kUnwritten, bytes);
-  emulation::replace_shared(shared, bytes);
-  emulation::begin_work([to, global, bytes, barrier] {
-    std::memcpy(to, global, bytes);
-    emulation::mbarrier_add(barrier, 0, -static_cast<int64_t>(bytes));
-  });
-}
-
 /// Boxes that a thread stores, and how many of them belong to its commit groups.
 struct Stores {
   std::vector<Box> boxes;
