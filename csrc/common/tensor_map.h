@@ -12,7 +12,8 @@ struct alignas(64) TensorMap {
 };
 
 /// A tensor of elements of one or two bytes, and the boxes of it that TMA loads or stores. Strides in elements; the
-/// first dimension has stride 1. The 16-byte chunks of a box are permuted within rows of 128 bytes.
+/// first dimension has stride 1. A box's rows have 128 or 64 bytes. Their 16-byte chunks are permuted: chunk ^ number
+/// of 128 bytes, modulo the chunks of a row.
 struct Tensor4d {
   const void* data;
   DataType dtype;

@@ -250,8 +250,8 @@ static int tensor_map_type(DataType dtype) {
 }
 
 bool encode(const Tensor4d& tensor, TensorMap& map) {
-  constexpr int kNoInterleave = 0, kNoFill = 0;  // CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
-  constexpr int kSwizzle128 = 3;                 // CU_TENSOR_MAP_SWIZZLE_128B
+  constexpr int kNoInterleave = 0, kNoFill = 0;   // CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+  constexpr int kSwizzle64 = 2, kSwizzle128 = 3;  // CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_SWIZZLE_128B
   constexpr uint64_t kUnit = 16;
   const uint64_t bytes = static_cast<uint64_t>(bytes_of(tensor.dtype));
   uint64_t strides[3];
@@ -263,9 +263,9 @@ bool encode(const Tensor4d& tensor, TensorMap& map) {
     if (tensor.sizes[i + 1] > 1) alignment_bits |= strides[i];
   }
   if (alignment_bits % kUnit != 0) return false;
-  // A box's row is 128 bytes. With 256 the memory brings twice what heads of 64 elements need, and reads of longer ones
-  // are slower too (ADR 17). Rows that begin within a line of 128 share it with another head, which a CTA reads at
-  // another time.
+  // A box's row is usually 128 bytes. With 256 the memory brings twice what heads of 64 elements need, and reads of
+  // longer ones are slower too (ADR 17). Rows that begin within a line of 128 share it with another head, which a CTA
+  // reads at another time.
   constexpr int kNoPromotion = 0, kPromoteToL2_128 = 2;
   const int promotion = alignment_bits % 128 == 0 ? kPromoteToL2_128 : kNoPromotion;
   uint64_t sizes[4];
@@ -275,8 +275,9 @@ bool encode(const Tensor4d& tensor, TensorMap& map) {
     box[i] = static_cast<uint32_t>(tensor.box[i]);
   }
   const uint32_t steps[4] = {1, 1, 1, 1};
+  const int swizzle = box[0] * bytes == 64 ? kSwizzle64 : kSwizzle128;
   return driver().cuTensorMapEncodeTiled(&map, tensor_map_type(tensor.dtype), 4, const_cast<void*>(tensor.data), sizes,
-                                         strides, box, steps, kNoInterleave, kSwizzle128, promotion, kNoFill) == 0;
+                                         strides, box, steps, kNoInterleave, swizzle, promotion, kNoFill) == 0;
 }
 
 void launch(const Kernel& kernel, const Launch& shape, const void* params, Stream stream) {

@@ -1071,11 +1071,25 @@ FAULTS = (
         INT4_KERNELS,
     ),
     Fault(
-        "int4 decode: a warpgroup waits for half of a tile",
+        "int4 decode: chunks of rows of 64 bytes are permuted as those of 128",
         "csrc/attention/sm90/int4_decode.cuh",
-        "    for (int part = 0; part < kParts; ++part, ++tile.index) ring.shared.wait_kv_full(tile);\n",
-        "    ring.shared.wait_kv_full(tile);\n",
+        "row & (tma_params.has_token_pairs ? 7 : 3)",
+        "row & 7",
         INT4_KERNELS,
+    ),
+    Fault(
+        "int4 decode: both warps that load K load the same tiles",
+        "csrc/attention/feed/kv_copiers.cuh",
+        "packed ? 2 * i + (share.first_token != 0 ? 1 : 0) : i",
+        "packed ? 2 * i : i",
+        INT4_KERNELS,
+    ),
+    Fault(
+        "boxes: the lanes of a later tile load their box again",
+        "csrc/attention/feed/kv_copiers.cuh",
+        "    held.tile = held.tile + 1 == at_once ? 0 : held.tile + 1;\n",
+        "    held.tile = (held.tile + 1) % 2;\n",
+        ("tests/csrc/test_attention_kernels.py", "-k", "hopper"),
     ),
     Fault(
         "int4 in the ring: a row has the scale of the row before",

@@ -95,6 +95,9 @@ struct KvShare {
 
 /// Loads a warp's share of KV tiles by TMA. A lane has one box. A share has few, so lanes look up the boxes of several
 /// tiles at once, while the boxes before them are loaded.
+///
+/// Of the packed tiles of an int4 decode (int4_decode.cuh) a warp loads every other one as a whole, to its part of a
+/// stage.
 template <class Traits>
 struct BoxCopier {
   static constexpr bool kGathers = false;
@@ -102,17 +105,17 @@ struct BoxCopier {
   using Share = KvShare<Traits>;
   using Tile = KTile<Traits>;  // V tiles have K's layout, but may have another number of blocks
   static constexpr bool kHasTokenScales = Traits::Variant::kHasTokenScales;
+  static constexpr int32_t kNone = -1;
   /// Where a lane's box is, and the tile that is loaded next, among those whose boxes lanes have.
   struct Box {
-    int32_t row = 0, page = 0;
-    bool wanted = false;
+    int32_t row = 0, page = kNone;
     int tile = 0;
+    __device__ __forceinline__ bool wanted() const { return page != kNone; }
   };
   const TmaParams& params;
   const Share& share;
-  int32_t token = 0;  // the first of the box that is looked up
+  int32_t token = kNone;  // the first of the box that is looked up, if there is one
   int32_t entry = 0;
-  bool wanted = false;
   Box held;  // the lane's box that is loaded next
 
   __device__ __forceinline__ BoxCopier(const TmaParams& params_, const Share& share_)
@@ -121,39 +124,37 @@ struct BoxCopier {
   /// Of a warp at a part's barrier: of one lane, or of all that copy TokenScales.
   __device__ __forceinline__ static uint32_t arrivals(const TmaParams&) { return kHasTokenScales ? 32 : 1; }
 
-  /// 1: rows of tiles have two tokens (TmaParams::k_pairs); 0: one. `spreads`: as in target_block().
-  __device__ __forceinline__ static int pairs(const TmaParams& params, bool spreads) {
-    return Traits::kMultipliesInt4 && !spreads ? params.has_token_pairs : 0;
-  }
-
   /// Starts to look up the first tiles of an item, which has `count`. Tile number i begins at token_of(i).
   template <class TokenOf>
   __device__ __forceinline__ void look_up(const LoadedRowTile& tile, const TokenOf& token_of, int count) {
     held.tile = 0;
-    look_up(tile, token_of, 0, count);
+    look_up(tile, token_of, 0, count, Traits::kMultipliesInt4 && tile.kind == 0);
   }
 
-  /// The boxes of the next tile of the item, of `count` that are left.
+  /// The boxes of the warp's next tile of the item, of `count` that are left. `packed`: its tiles are.
   template <class TokenOf>
-  __device__ __forceinline__ Box found(const LoadedRowTile& tile, const TokenOf& token_of, int count) {
+  __device__ __forceinline__ Box found(const LoadedRowTile& tile, const TokenOf& token_of, int count,
+                                       bool packed = false) {
+    const int at_once = tiles_at_once(packed);
     if (held.tile == 0) {
       held = looked_up(tile);
-      if (count > tiles_at_once()) look_up(tile, token_of, tiles_at_once(), count);
+      if (number_of(at_once, packed) < count) look_up(tile, token_of, at_once, count, packed);
     }
     Box box = held;
-    box.wanted &= box.tile == lane_tile();
-    held.tile = held.tile + 1 == tiles_at_once() ? 0 : held.tile + 1;
+    if (box.tile != lane_tile(packed)) box.page = kNone;
+    held.tile = held.tile + 1 == at_once ? 0 : held.tile + 1;
     return box;
   }
 
   /// Blocks [kFirst, kEnd) of columns, to the tile of part number `part`. `stored`: the barrier that waits for them, if
-  /// they are spread; 0: they are not, and the part's waits.
+  /// they are spread; 0: they are not, and the part's waits. Tiles of int4 that are not spread are packed.
   template <int kFirst, int kEnd>
   __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part,
                                        ptx::CachePolicy policy, uint32_t stored = 0) const {
     const uint32_t full = stored != 0 ? stored : shared.kv_full(part);
-    const uint32_t boxes = __popc(__ballot_sync(0xffffffffu, box.wanted));
-    const uint32_t bytes = boxes * params.box_tokens * (share.row_bytes(kFirst, kEnd) >> pairs(params, stored != 0));
+    const uint32_t boxes = __popc(__ballot_sync(0xffffffffu, box.wanted()));
+    const bool packed = Traits::kMultipliesInt4 && stored == 0;
+    const uint32_t bytes = boxes * params.box_tokens * (packed ? kPackedTokenBytes : share.row_bytes(kFirst, kEnd));
     if (ptx::lane_id() == 0) {
       if constexpr (kHasTokenScales)
         ptx::mbarrier_expect(full, bytes);
@@ -161,37 +162,57 @@ struct BoxCopier {
         ptx::mbarrier_arrive_expect(full, bytes);
     }
     __syncwarp();
-    if (box.wanted) copy_box<kFirst, kEnd>(shared, box, head, part, policy, full, stored != 0);
+    if (box.wanted() && packed) copy_packed(shared, box, head, part, policy, full);
+    if (box.wanted() && !packed) copy_box<kFirst, kEnd>(shared, box, head, part, policy, full, stored != 0);
     if constexpr (kHasTokenScales) {
       if (params.scales_lie_together())
-        copy_scales_of_boxes(shared, box, head, part);
+        copy_scales_of_boxes(shared, box, head, part, packed);
       else
-        copy_token_scales(shared, box, head, part);
+        copy_token_scales(shared, box, head, part, packed);
       ptx::mbarrier_arrive_after_cp_async(full);
     }
   }
 
  private:
-  /// The lane's tile among those whose boxes lanes hold, and its box's first token in the share.
-  static constexpr uint32_t kTokens = Share::kTokens;  // unsigned: divisions are shifts
-  __device__ __forceinline__ int lane_tile() const { return ptx::lane_id() * params.box_tokens / kTokens; }
-  __device__ __forceinline__ int box_token() const { return ptx::lane_id() * params.box_tokens % kTokens; }
-  __device__ __forceinline__ int tiles_at_once() const { return 32 * params.box_tokens / kTokens; }
+  /// Tokens of a tile that the warp loads are 2^log_tokens().
+  __device__ __forceinline__ static int log_tokens(bool packed) {
+    constexpr int kLogTokens = Share::kTokens == 64 ? 6 : 5;
+    static_assert(1 << kLogTokens == Share::kTokens);
+    return packed ? kLogTokens + 1 : kLogTokens;
+  }
+  __device__ __forceinline__ int tiles_at_once(bool packed) const {
+    return 32 * params.box_tokens >> log_tokens(packed);
+  }
+  /// The lane's tile among those whose boxes lanes hold, and its box's first token of those that the warp loads.
+  __device__ __forceinline__ int lane_tile(bool packed) const {
+    return ptx::lane_id() * params.box_tokens >> log_tokens(packed);
+  }
+  __device__ __forceinline__ int box_token(bool packed) const {
+    return ptx::lane_id() * params.box_tokens & ((1 << log_tokens(packed)) - 1);
+  }
+  /// The number in the item of the warp's tile number i from here on.
+  __device__ __forceinline__ int number_of(int i, bool packed) const {
+    return packed ? 2 * i + (share.first_token != 0 ? 1 : 0) : i;
+  }
 
   /// Looks up the tiles from number `first` on.
   template <class TokenOf>
-  __device__ __forceinline__ void look_up(const LoadedRowTile& tile, const TokenOf& token_of, int first, int count) {
-    wanted = first + lane_tile() < count;
-    if (!wanted) return;
-    token = token_of(first + lane_tile()) + share.first_token + box_token();
-    wanted = token < tile.readable.end && token > tile.readable.begin - params.box_tokens;
-    if (wanted) entry = tile.entry(params.attention, token);
+  __device__ __forceinline__ void look_up(const LoadedRowTile& tile, const TokenOf& token_of, int first, int count,
+                                          bool packed) {
+    const int number = number_of(first + lane_tile(packed), packed);
+    token = kNone;
+    if (number >= count) return;
+    const int32_t first_token = token_of(number) + (packed ? 0 : share.first_token) + box_token(packed);
+    if (first_token >= tile.readable.end || first_token <= tile.readable.begin - params.box_tokens) return;
+    token = first_token;
+    entry = tile.entry(params.attention, token);
   }
 
   /// The lane's box.
   __device__ __forceinline__ Box looked_up(const LoadedRowTile& tile) const {
-    Box box{0, 0, wanted};
-    if (!wanted) return box;
+    Box box;
+    if (token == kNone) return box;
+    box.page = 0;
     if (tile.pages.indices == nullptr) {
       box.row = entry;  // TMA fills rows beyond the end of the tensor with zeros
       const AttentionParams& attention = params.attention;
@@ -207,51 +228,55 @@ struct BoxCopier {
   template <int kFirst, int kEnd>
   __device__ __forceinline__ void copy_box(const Shared& shared, const Box& box, int32_t head, int part,
                                            ptx::CachePolicy policy, uint32_t full, bool spreads) const {
-    const int in_pairs = pairs(params, spreads);
-    const TensorMap& map = params.cache_map(share.is_v, in_pairs);
+    const TensorMap& map = params.cache_map(share.is_v, false);
     const uint32_t target =
-        ptx::shared_address(shared.kv(part)) + ((share.first_token + box_token()) * Tile::kRowBytes >> in_pairs);
+        ptx::shared_address(shared.kv(part)) + (share.first_token + box_token(false)) * Tile::kRowBytes;
 #pragma unroll
     for (int block = kFirst; block < kEnd; ++block) {
       if (block >= share.blocks()) break;
       ptx::copy_box(
           target + target_block<typename Tile::Element>(block, spreads, share.wide_blocks()) * Tile::kBlockBytes, map,
-          full, block * Tile::kBoxColumns, box.row >> in_pairs, head, box.page, policy);
+          full, block * Tile::kBoxColumns, box.row, head, box.page, policy);
     }
   }
 
-  /// The lane that has the box of token number `number` of the share. box_tokens is a power of 2.
-  __device__ __forceinline__ int lane_of(const Box& box, int number) const {
-    return (box.tile * Share::kTokens + number) >> (__ffs(params.box_tokens) - 1);
+  __device__ __forceinline__ void copy_packed(const Shared& shared, const Box& box, int32_t head, int part,
+                                              ptx::CachePolicy policy, uint32_t full) const {
+    ptx::copy_box(shared.packed_tile(part) + box_token(true) * kPackedTokenBytes, params.cache_map(share.is_v, true),
+                  full, 0, box.row >> params.has_token_pairs, head, box.page, policy);
+  }
+
+  /// The lane that has the box of token number `number` of those that the warp loads. box_tokens is a power of 2.
+  __device__ __forceinline__ int lane_of(const Box& box, int number, bool packed) const {
+    return ((box.tile << log_tokens(packed)) + number) >> (__ffs(params.box_tokens) - 1);
   }
 
   /// Copies 16 bytes in a lane. TokenScales of a box lie together.
-  __device__ __forceinline__ void copy_scales_of_boxes(const Shared& shared, const Box& box, int32_t head,
-                                                       int part) const {
+  __device__ __forceinline__ void copy_scales_of_boxes(const Shared& shared, const Box& box, int32_t head, int part,
+                                                       bool packed) const {
     constexpr int kWords = Share::kScaleWords, kChunks = Share::kTokens * kWords / 4;
-    static_assert(kChunks <= 32);
-    const int word = ptx::lane_id() * 4, number = word / kWords, lane = lane_of(box, number);
+    static_assert(kChunks <= (Traits::kMultipliesInt4 ? 16 : 32));
+    const int word = ptx::lane_id() * 4, number = word / kWords, lane = lane_of(box, number, packed);
     const int32_t row = __shfl_sync(0xffffffffu, box.row, lane), page = __shfl_sync(0xffffffffu, box.page, lane);
-    const bool exists = __shfl_sync(0xffffffffu, box.wanted, lane);
-    if (!exists || ptx::lane_id() >= kChunks) return;
+    if (page == kNone || ptx::lane_id() >= (packed ? 2 : 1) * kChunks) return;
     const int first_word = (number & -params.box_tokens) * kWords;  // of the box
     ptx::cp_async_16(
         share.token_scale(shared, part, 0) + word * 4,
         params.scales_of(share.token_scales(params.attention), page, head) + row * kWords + word - first_word);
   }
 
-  /// Lane i copies the scales of tokens i and i + 32.
-  __device__ __forceinline__ void copy_token_scales(const Shared& shared, const Box& box, int32_t head,
-                                                    int part) const {
+  /// Lane i copies the scales of tokens i, i + 32 and so on.
+  __device__ __forceinline__ void copy_token_scales(const Shared& shared, const Box& box, int32_t head, int part,
+                                                    bool packed) const {
     const AttentionParams& attention = params.attention;
     const bool is_flat = attention.page_size.divisor == 1;  // boxes then go through pages of one token
 #pragma unroll
-    for (int i = 0; i < Share::kLaneTokens; ++i) {
+    for (int i = 0; i < (packed ? 2 : 1) * Share::kLaneTokens; ++i) {
       const int number = ptx::lane_id() + 32 * i;
-      const int lane = lane_of(box, number);
+      const int lane = lane_of(box, number, packed);
       const int32_t row = __shfl_sync(0xffffffffu, box.row, lane) + (number & (params.box_tokens - 1));
       const int32_t page = __shfl_sync(0xffffffffu, box.page, lane);
-      const bool exists = __shfl_sync(0xffffffffu, box.wanted, lane);
+      const bool exists = page != kNone;
       const SlotPlace token{min_of(is_flat ? row : page, attention.num_pages - 1), is_flat ? 0 : row};
       share.copy_token_scale(attention, shared, part, number, token, exists, head);
     }
@@ -302,7 +327,8 @@ struct RowCopier {
 
   /// As BoxCopier::found(). Rows take long to load: the entries of one tile arrive in the meantime.
   template <class TokenOf>
-  __device__ __forceinline__ Rows found(const LoadedRowTile& tile, const TokenOf& token_of, int count) {
+  __device__ __forceinline__ Rows found(const LoadedRowTile& tile, const TokenOf& token_of, int count,
+                                        bool /*packed*/ = false) {
     const Rows rows = looked_up(tile);
     if (count > 1) look_up_from(tile, token_of(1));
     return rows;

@@ -25,14 +25,14 @@ struct TmaParams {
   int32_t has_one_row_map;  // 0: map `q_row` describes nothing; smaller row tiles are gathered
   int32_t has_dequantized;  // 0: this run ignores the plan's places in DequantizedKv; it has filled none
   int32_t v_is_k;           // V's columns are the first of K's, in the same memory; read by kernels of wide heads
-  int32_t has_token_pairs;  // 0: maps `k_pairs` and `v_pairs` describe nothing
+  int32_t has_token_pairs;  // maps `k_packed` and `v_packed`: rows have two tokens
   AttentionParams attention;
   TensorMap k;
   TensorMap v;
-  /// Of an int4 cache whose pages have one head after another: rows have two tokens. Tiles that are multiplied as they
-  /// are stored are loaded by these: half as many reads are on their way.
-  TensorMap k_pairs;
-  TensorMap v_pairs;
+  /// Of an int4 cache whose numbers are multiplied as they are stored. A token takes 64 bytes of a tile. Where a page
+  /// has one head after another, a box's rows are two tokens: TMA then has half as many reads on their way.
+  TensorMap k_packed;
+  TensorMap v_packed;
   /// Dimensions: column, head, row. A box has 64 columns and the 16 packed rows of a consumer warp.
   TensorMap o;
   /// Dimensions as `o`. A box has the packed rows of one of the largest row tiles.
@@ -48,8 +48,10 @@ struct TmaParams {
   uint32_t scales_page_units;
   uint32_t scales_head_units;
 
-  /// The map of K or of V. `pairs`: 1: with two tokens in a row. An index takes fewer registers than a choice.
-  ATTN_HD const TensorMap& cache_map(bool is_v, int pairs) const { return (&k)[(is_v ? 1 : 0) + 2 * pairs]; }
+  /// The map of K or of V; the packed one, if is_packed. An index takes fewer registers than a choice.
+  ATTN_HD const TensorMap& cache_map(bool is_v, bool is_packed) const {
+    return (&k)[(is_v ? 1 : 0) + (is_packed ? 2 : 0)];
+  }
   ATTN_HD bool scales_lie_together() const { return scales_page_units != 0; }
   /// The first in a page.
   ATTN_HD const float* scales_of(const TokenScales& scales, int32_t page, int32_t head) const {

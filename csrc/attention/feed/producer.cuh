@@ -74,8 +74,8 @@ __device__ __forceinline__ void produce_item(const typename Traits::Params& tma_
 template <class Traits>
 __device__ __forceinline__ void wait_for_part(const SharedMemory<Traits>& shared,
                                               const typename SharedMemory<Traits>::KvPlace& place, bool limited) {
-  using Shared = SharedMemory<Traits>;
-  if (limited) shared.wait_kv_free(place.ahead(Shared::kKvParts - Traits::kTuning.max_parts_in_flight));
+  constexpr int kOthers = SharedMemory<Traits>::kKvParts - Traits::kTuning.max_parts_in_flight;
+  if (kOthers > 0 && limited) shared.wait_kv_free(place.ahead(kOthers));
   shared.wait_kv_free(place);
 }
 
@@ -162,8 +162,9 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
       }
       if (is_filled) cursor.now.kv_tile = end;
       while (!is_filled) {
-        const auto found = copier.found(tile, first_token, tiles_left());
-        const bool last = ++cursor.now.kv_tile == end;
+        const auto found = copier.found(tile, first_token, tiles_left(), Traits::kMultipliesInt4);
+        cursor.now.kv_tile += Traits::kMultipliesInt4 ? 2 : 1;
+        const bool last = cursor.now.kv_tile >= end;
         if (!kIsWide) wait_for_part<Traits>(shared, place, for_mma || tiles_after_mma > 0);
         // Where stages are not divided, one warpgroup frees an item's last tile for both, and the other only waits on
         // its barrier. The other one must observe the phase before the stage is refilled, or it would wait for a later

@@ -70,6 +70,10 @@ struct SharedMemory {
     return base + kLayout.kv + stage / 2 * (kLayout.k_stage_bytes + kLayout.v_stage_bytes) +
            stage % 2 * kLayout.k_stage_bytes;
   }
+  /// The address of the packed tile of part number `part` (TmaParams::k_packed).
+  __device__ __forceinline__ uint32_t packed_tile(int part) const {
+    return ptx::shared_address(kv(part)) + part % kParts * (Traits::kTuning.kv_tile * kPackedTokenBytes);
+  }
   /// One of two places of transposed V tiles, if 8-bit elements are multiplied.
   __device__ __forceinline__ char* transposed(int number) const {
     return base + kLayout.transposed + number * kLayout.transposed_bytes;
@@ -90,7 +94,8 @@ struct SharedMemory {
   }
   /// TokenScales of the tokens of part number `part`.
   __device__ __forceinline__ uint32_t token_scales(int part) const {
-    return address + kLayout.token_scales + part * kPartTokens * Traits::kTuning.token_scale_words * 4;
+    return address + kLayout.token_scales +
+           part * Traits::kTuning.scale_tokens() * Traits::kTuning.token_scale_words * 4;
   }
   __device__ __forceinline__ float* row_states() const { return reinterpret_cast<float*>(base + kLayout.row_states); }
 

@@ -54,9 +54,15 @@ struct Tuning {
   /// Stages that a tile takes once the producer has dequantized it (dequantizer.cuh). A stage has room for a stored
   /// tile; kv_stages is a multiple. 0: the producer does not dequantize.
   int32_t dequantized_stages = 0;
+  /// Row tiles of 16 rows take KV tiles in pairs, one for each warpgroup: a part of a stage has a whole packed tile
+  /// (TmaParams::k_packed).
+  bool takes_pairs = false;
   /// Words of the TokenScales of a token, which stages have room for; 0: there are none.
   int32_t token_scale_words = 0;
 
+  ATTN_HD constexpr int32_t scale_tokens() const {  // of a part, that have room for their TokenScales
+    return kv_tile / (takes_pairs ? 1 : stage_parts);
+  }
   ATTN_HD constexpr int32_t consumer_warps() const { return (has_third_consumer ? 3 : 2) * kWarpgroupThreads / 32; }
   ATTN_HD constexpr int32_t cta_threads() const { return kProducerThreads + 32 * consumer_warps(); }
   ATTN_HD constexpr int32_t consumer_registers() const {
@@ -74,6 +80,9 @@ ATTN_HD constexpr Tuning with_producer_registers(Tuning tuning, int32_t register
 
 /// Bytes of WorkItem (attention/feed/work_item.cuh).
 constexpr int32_t kWorkItemBytes = 80;
+
+/// Bytes of a token in a tile of int4 numbers that are multiplied as they are stored.
+constexpr int32_t kPackedTokenBytes = 64;
 
 /// Bytes of a row in one block of a tile in shared memory.
 constexpr int32_t kBlockRowBytes = 128;
@@ -99,7 +108,7 @@ struct SharedLayout {
   int32_t transposed;        // two V tiles, if 8-bit elements are multiplied (float8_prefill.cuh)
   int32_t transposed_bytes;  // of one of them
   int32_t probabilities;     // elements [64 rows][kv_tile]. Only of wide heads.
-  int32_t token_scales;      // float [kv_stages][kv_tile][token_scale_words]
+  int32_t token_scales;      // float [kv_stages][stage_parts][scale_tokens()][token_scale_words]
   int32_t staged;            // pieces of 16 bytes [staged_pieces][kProducerThreads]. Only of 8-bit caches.
   int32_t row_states;        // float [2 (maximum, sum)][kSharingWarps][16]. Wide heads: [3 (and correction)][64].
   int32_t items;             // WorkItem [q_stages]. With an 8-bit cache item_scales_bytes() follow each.
@@ -139,7 +148,8 @@ struct SharedLayout {
                              : tuning.kv_tile * tile_row_bytes(dims.widest(), element_bytes)),
         probabilities(transposed + 2 * transposed_bytes),
         token_scales(probabilities + (is_wide(dims) ? 64 * tuning.kv_tile * 2 : 0)),
-        staged(token_scales + tuning.kv_stages * tuning.kv_tile * tuning.token_scale_words * 4),
+        staged(token_scales +
+               tuning.kv_stages * tuning.stage_parts * tuning.scale_tokens() * tuning.token_scale_words * 4),
         row_states(staged + tuning.staged_pieces * kProducerThreads * 16),
         items(row_states + 2 * kSharingWarps * 16 * 4),
         item_bytes(kWorkItemBytes + (has_scales ? item_scales_bytes(tuning) : 0)),

@@ -104,8 +104,8 @@ __device__ __forceinline__ void attention(const typename Traits::Params& params)
     ptx::prefetch_tensor_map(params.k);
     ptx::prefetch_tensor_map(params.v);
     if constexpr (Traits::kMultipliesInt4) {
-      ptx::prefetch_tensor_map(params.k_pairs);
-      ptx::prefetch_tensor_map(params.v_pairs);
+      ptx::prefetch_tensor_map(params.k_packed);
+      ptx::prefetch_tensor_map(params.v_packed);
     }
     ptx::prefetch_tensor_map(params.q);
     ptx::prefetch_tensor_map(params.q_row);

@@ -72,16 +72,17 @@ inline int32_t box_tokens(const AttentionParams& params, bool is_flat) {
   return tokens >= kLeastTokens && is_whole ? tokens : 0;
 }
 
-/// Encodes a map of K or V.
+/// Encodes a map of K or V. A box's rows have row_bytes.
 inline bool encode_cache(const AttentionParams& params, const LaunchContext& context, const KvTensor& tensor,
-                         int32_t columns, bool is_flat, int32_t tokens, TensorMap& map) {
+                         int32_t columns, bool is_flat, int32_t tokens, TensorMap& map,
+                         int32_t row_bytes = kBlockRowBytes) {
   const Tensor4d described{
       .data = tensor.data,
       .dtype = context.kv_dtype,
       .sizes = {stored_columns(columns, context.kv_dtype), is_flat ? params.num_pages : params.page_size.divisor,
                 params.num_kv_heads, is_flat ? 1 : params.num_pages},
       .strides = {is_flat ? tensor.page_stride : tensor.token_stride, tensor.head_stride, tensor.page_stride},
-      .box = {kBlockRowBytes / bytes_of(context.kv_dtype), tokens, 1, 1}};
+      .box = {row_bytes / bytes_of(context.kv_dtype), tokens, 1, 1}};
   return context.encode(described, map);
 }
 
@@ -126,22 +127,27 @@ inline void encode_dequantized(const LaunchContext& context, TmaParams& tma) {
   encode(context.dequantized.v, context.dims.v, tma.dequantized_v);
 }
 
-/// Encodes the maps of K and V whose rows have two tokens, if the tokens of a head lie together. Heads have 64 or 128
-/// columns: chunks of a token are then found by an exclusive or. A box has eight rows or more.
-inline void encode_token_pairs(const LaunchContext& context, TmaParams& tma) {
+/// Encodes the packed maps of K and V. Two tokens of a head that lie together are a row of 128 bytes, if a box then has
+/// eight rows or more.
+inline bool encode_packed(const LaunchContext& context, bool is_flat, int32_t tokens, TmaParams& tma) {
   const AttentionParams& params = tma.attention;
+  const auto is_pair = [&](const KvTensor& tensor, int32_t columns) {
+    return stored_columns(columns, context.kv_dtype) == kPackedTokenBytes && tensor.token_stride == kPackedTokenBytes;
+  };
+  tma.has_token_pairs =
+      !is_flat && tokens >= 16 && is_pair(params.k, context.dims.qk) && is_pair(params.v, context.dims.v);
   const auto encode = [&](const KvTensor& tensor, int32_t columns, TensorMap& map) {
-    const int32_t bytes = stored_columns(columns, context.kv_dtype);
-    if ((bytes != 32 && bytes != 64) || tensor.token_stride != bytes) return false;
-    const Tensor4d pairs{.data = tensor.data,
-                         .dtype = context.kv_dtype,
-                         .sizes = {2 * bytes, params.page_size.divisor / 2, params.num_kv_heads, params.num_pages},
-                         .strides = {2 * tensor.token_stride, tensor.head_stride, tensor.page_stride},
-                         .box = {kBlockRowBytes, tma.box_tokens / 2, 1, 1}};
+    if (!tma.has_token_pairs)
+      return encode_cache(params, context, tensor, columns, is_flat, tokens, map, kPackedTokenBytes);
+    const Tensor4d pairs{
+        .data = tensor.data,
+        .dtype = context.kv_dtype,
+        .sizes = {2 * kPackedTokenBytes, params.page_size.divisor / 2, params.num_kv_heads, params.num_pages},
+        .strides = {2 * kPackedTokenBytes, tensor.head_stride, tensor.page_stride},
+        .box = {2 * kPackedTokenBytes, tokens / 2, 1, 1}};
     return context.encode(pairs, map);
   };
-  tma.has_token_pairs = tma.box_tokens >= 16 && encode(params.k, context.dims.qk, tma.k_pairs) &&
-                        encode(params.v, context.dims.v, tma.v_pairs);
+  return encode(params.k, context.dims.qk, tma.k_packed) && encode(params.v, context.dims.v, tma.v_packed);
 }
 
 /// Encodes the maps of K and V, if TMA can load them.
@@ -153,10 +159,11 @@ inline void encode_caches(const LaunchContext& context, TmaParams& tma) {
   }
   const bool is_flat = is_ragged || params.page_size.divisor == 1;
   const int32_t tokens = box_tokens(params, is_flat);
+  const bool is_packed = context.kv_form.is_int4 && decodes_int4(context.dims);
   if (tokens > 0 && encode_cache(params, context, params.k, context.dims.qk, is_flat, tokens, tma.k) &&
-      encode_cache(params, context, params.v, context.dims.v, is_flat, tokens, tma.v))
+      encode_cache(params, context, params.v, context.dims.v, is_flat, tokens, tma.v) &&
+      (!is_packed || encode_packed(context, is_flat, tokens, tma)))
     (is_flat && !is_ragged ? tma.run_tokens : tma.box_tokens) = tokens;
-  if (context.kv_form.is_int4 && decodes_int4(context.dims) && !is_flat) encode_token_pairs(context, tma);
   const int32_t k_words = context.kv_form.scale_words(context.dims.qk);
   const bool are_alike = k_words == context.kv_form.scale_words(context.dims.v);
   if (context.kv_form.has_token_scales && tma.box_tokens > 0 && !is_flat && are_alike) find_scales(tma, k_words);

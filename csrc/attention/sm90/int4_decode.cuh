@@ -7,8 +7,8 @@
 // instructions. Zero points are subtracted from the sums. Scores start at a zero point of K times the sum of a row of
 // Q. Zero points of V are one more product.
 //
-// The two warpgroups take KV tiles in turn, their four warps a quarter of the tokens. The states of all eight warps
-// merge in shared memory at the end.
+// The two warpgroups take KV tiles in turn, their four warps a quarter of the tokens. A stage of the ring has a packed
+// tile for each of them (TmaParams::k_packed). The states of all eight warps merge in shared memory at the end.
 #pragma once
 
 #include "attention/sm90/consumer.cuh"
@@ -233,13 +233,11 @@ struct Int4Decode {
   using Shared = SharedMemory<Traits>;
   using Place = typename Shared::KvPlace;
   using Walk = KvWalk<Traits>;
-  using Keys = KTile<Traits>;
-  using Values = VTile<Traits>;
   static constexpr bool kUsesSoftmax = Variant::kUsesSoftmax, kSkipsTiles = Variant::kSkipsTiles;
   static constexpr int kParts = Shared::kParts;
   static constexpr int kTokens = Traits::kTuning.kv_tile / 4;  // of a KV tile, that a warp takes
   static constexpr int kFreedFor = 2;  // warps: its own, and one of the warpgroup that does not read the tile
-  static_assert(Shared::kKvParts % (4 * kParts) == 0, "a warpgroup always has the same stages, within an item");
+  static_assert(kParts == 2, "one for each warpgroup");
 
   const TmaParams& tma_params;
   KvRing<Traits>& ring;
@@ -273,30 +271,30 @@ struct Int4Decode {
     Int4Query<Traits, kEights> query;
     query.load(ptx::shared_address(shared.q(q_stage)), item.rows.count);
 
-    // The other warpgroup's tiles are passed over. Their barriers need no wait: the tile that had a stage before has
-    // been this warpgroup's, or of an item before. At the end of an item for mma.sync all warps meet. In other items
-    // each warpgroup waits for all tiles, also in PreparedTiles::skip().
     KvTileStart start = Walk::first(params, item);
-    if (warpgroup() == 1) {
-      start = next_tile(item, start.token, 1, 1);
-      ring.kv = ring.kv.ahead(2 * kParts);
-    }
-    for (int tile = warpgroup(); tile < item.num_kv_tiles; tile += 2) {
+    if (warpgroup() == 1) start = next_tile(item, start.token, 1, 1);
+    for (int tile = warpgroup(); tile < item.num_kv_tiles + warpgroup();
+         tile += 2, ring.kv = ring.kv.ahead(2 * kParts)) {
+      const Place keys = own_part(ring.kv), values = own_part(ring.kv.ahead(kParts));
+      shared.wait_kv_full(keys);
+      if (tile >= item.num_kv_tiles) {  // of an odd number of tiles, the last pair's second: it does not exist
+        shared.free_kv(keys, kFreedFor);
+        shared.wait_kv_full(values);
+        shared.free_kv(values, kFreedFor);
+        continue;
+      }
       const int32_t token = Walk::enter(start, rows) + row;
       start = next_tile(item, start.token, tile + 2, 2);  // early: it may have to be loaded
-      const Place keys = ring.kv, values = ring.kv.ahead(kParts);
-      ring.shared.wait_kv_full(own_part(keys));
 #pragma unroll 1
       for (int step = 0; step < kTokens; step += kStep) {
         float s[kEights][kStep / 16][4];
         multiply_keys(query, s, keys, row + step);
-        if (step + kStep == kTokens) free(keys);
+        if (step + kStep == kTokens) shared.free_kv(keys, kFreedFor);
         const bool all_seen = scores.finish(item, s, 0, token + step, constants, rows);
-        ring.shared.wait_kv_full(own_part(values));
+        shared.wait_kv_full(values);
         multiply_values(state, s, values, row + step, all_seen);
       }
-      free(values);
-      ring.kv = ring.kv.ahead(tile + 1 < item.num_kv_tiles ? 4 * kParts : 2 * kParts);
+      shared.free_kv(values, kFreedFor);
     }
     write<kEights>(state, item, q_stage);
   }
@@ -309,15 +307,10 @@ struct Int4Decode {
       return KvTileStart{token + tiles * Walk::kStep, false};
   }
 
-  /// The part of a tile that has the warp's tokens. Other parts' barriers need no wait: all warps of the warpgroup free
-  /// all parts of a tile, so none is a phase behind.
-  __device__ __forceinline__ static Place own_part(Place tile) {
-    tile.index += consumer_warp() % 4 * kParts / 4;
-    return tile;
-  }
-  __device__ __forceinline__ void free(Place tile) const {
-#pragma unroll
-    for (int part = 0; part < kParts; ++part, ++tile.index) ring.shared.free_kv(tile, kFreedFor);
+  /// The warpgroup's part of a stage. It never waits for the other's.
+  __device__ __forceinline__ static Place own_part(Place place) {
+    place.index += warpgroup();
+    return place;
   }
 
   /// The stored scales of the lane's tokens g + 8i.
@@ -328,17 +321,15 @@ struct Int4Decode {
     for (int i = 0; i < kCount; ++i) stored[i] = __uint_as_float(ptx::load_word(first + 32 * i));
   }
 
-  /// The address of chunk number `chunk` of a token in the tile at `part`. A row may have two tokens
-  /// (TmaParams::k_pairs).
-  template <class Tile>
+  /// The address of chunk number `chunk` of a token in the packed tile of part number `part`. Chunks are permuted as
+  /// TMA does it with rows of 128 or 64 bytes.
   __device__ __forceinline__ uint32_t chunk_address(int part, int token, int chunk) const {
-    const int row = token >> tma_params.has_token_pairs;
-    if ((token & tma_params.has_token_pairs) != 0) chunk += Tile::kHeadChunks;
-    return ptx::shared_address(ring.shared.kv(part)) + Tile::offset(row, chunk);
+    const int row = token / 2, permutation = row & (tma_params.has_token_pairs ? 7 : 3);
+    return ring.shared.packed_tile(part) + row * 128 + (((token % 2 * 4 + chunk) ^ permutation) << 4);
   }
-  /// From 16 tokens of a tile to the next.
-  __device__ __forceinline__ uint32_t bytes_of_16_tokens() const {
-    return 16 * kBlockRowBytes >> tma_params.has_token_pairs;
+  /// The block of 16 tokens x 64 columns that is `tokens` blocks below and `columns` blocks to the right of the first.
+  __device__ __forceinline__ static uint32_t block(uint32_t first, int tokens, int columns) {
+    return (first ^ columns * 32) + tokens * 16 * kPackedTokenBytes;
   }
 
   /// S = K Q^T, times K's scales. The rows of products are tokens. `row`: of the tile, the warp's first.
@@ -347,9 +338,8 @@ struct Int4Decode {
                                                 float (&s)[kEights][kFragments][4], const Place& keys, int row) const {
     constexpr uint32_t kInteger = 0x4b000000;  // 2^23: integers are its lowest bits
     constexpr int kColumns = Traits::Shape::kQkMultiplied, kLoads = ceil_div(kColumns, 64) * kFragments;
-    const int lane = ptx::lane_id();  // as in columns_first()
-    const uint32_t k = chunk_address<Keys>(keys.index, row + (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
-    const uint32_t next_fragment = bytes_of_16_tokens();
+    const int lane = ptx::lane_id();  // as in PermutedRows::columns_first()
+    const uint32_t k = chunk_address(keys.index, row + (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
     uint32_t words[2][4];  // of 16 tokens x 64 columns
     ptx::ldmatrix_x4(words[0], k);
     float stored[2 * kFragments];
@@ -367,8 +357,7 @@ struct Int4Decode {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int f = i % kFragments, d = i / kFragments, next = i + 1;
-      if (next < kLoads)
-        ptx::ldmatrix_x4(words[next % 2], Keys::block(k, 0, next / kFragments) + next % kFragments * next_fragment);
+      if (next < kLoads) ptx::ldmatrix_x4(words[next % 2], block(k, next % kFragments, next / kFragments));
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (d * 64 + half * 32 >= kColumns) break;
@@ -406,9 +395,8 @@ struct Int4Decode {
     constexpr int kColumns = Traits::kVColumns, kLoadsOfFragment = ceil_div(kColumns, 64);
     constexpr int kLoads = kFragments * kLoadsOfFragment;
     const int lane = ptx::lane_id();
-    const uint32_t v = chunk_address<Values>(values.index, row + (lane & 15), lane >> 4);  // as in rows_first()
-    const uint32_t next_fragment = bytes_of_16_tokens();
-    uint32_t words[2][4];  // of 16 tokens x 64 columns
+    const uint32_t v = chunk_address(values.index, row + (lane & 15), lane >> 4);  // as in rows_first()
+    uint32_t words[2][4];                                                          // of 16 tokens x 64 columns
     ptx::ldmatrix_x4_trans(words[0], v);
     float weights[2 * kFragments];
     load_scales(weights, values, row);
@@ -431,8 +419,7 @@ struct Int4Decode {
     for (int i = 0; i < kLoads; ++i) {
       const int f = i / kLoadsOfFragment, d = i % kLoadsOfFragment, next = i + 1;
       if (next < kLoads)
-        ptx::ldmatrix_x4_trans(words[next % 2],
-                               Values::block(v, 0, next % kLoadsOfFragment) + next / kLoadsOfFragment * next_fragment);
+        ptx::ldmatrix_x4_trans(words[next % 2], block(v, next / kLoadsOfFragment, next % kLoadsOfFragment));
       if (d == 0) {
         const uint32_t a[4] = {zero_points[2 * f], zero_points[2 * f], zero_points[2 * f + 1], zero_points[2 * f + 1]};
 #pragma unroll

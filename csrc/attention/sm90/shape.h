@@ -89,7 +89,8 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, KvForm kv = 2) {
   tuning.token_scale_words = scale_words(dims.widest(), kv.has_block_scales);
   if (tuning.dequantized_stages == 2) tuning.kv_stages = 8;  // two fewer: there is no room for more
   if (kv.is_int4 && decodes_int4(dims)) {
-    tuning.kv_stages = 8;  // warpgroups take pairs of them in turn
+    tuning.kv_stages = 8;
+    tuning.takes_pairs = true;
     tuning.max_parts_in_flight = min_of(tuning.max_parts_in_flight, tuning.kv_stages * tuning.stage_parts);
   }
   return tuning;

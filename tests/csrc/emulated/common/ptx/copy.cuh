@@ -93,15 +93,14 @@ struct EncodedTensor {
 };
 static_assert(sizeof(EncodedTensor) <= sizeof(TensorMap));
 constexpr uint64_t kEncodedMark = 0x7e4506;
-constexpr int32_t kBoxRowBytes = 128;
-
 inline int32_t element_bytes(const Tensor4d& tensor) { return bytes_of(tensor.dtype); }
+inline int32_t box_row_bytes(const Tensor4d& tensor) { return tensor.box[0] * element_bytes(tensor); }
 
 /// In the place of the driver's: refuses what cuTensorMapEncodeTiled refuses.
 inline bool encode(const Tensor4d& tensor, TensorMap& map) {
   constexpr int64_t kMaxSize = int64_t{1} << 32, kMaxStride = int64_t{1} << 40;
-  if (reinterpret_cast<uintptr_t>(tensor.data) % 16 != 0 || tensor.box[0] * element_bytes(tensor) != kBoxRowBytes)
-    return false;
+  const int32_t row_bytes = box_row_bytes(tensor);
+  if (reinterpret_cast<uintptr_t>(tensor.data) % 16 != 0 || (row_bytes != 64 && row_bytes != 128)) return false;
   for (int i = 0; i < 4; ++i) {
     if (tensor.sizes[i] <= 0 || tensor.sizes[i] > kMaxSize || tensor.box[i] <= 0 || tensor.box[i] > 256) return false;
   }
@@ -130,11 +129,13 @@ struct Box {
 
   Box(const TensorMap& map, uint32_t shared_, int32_t c0, int32_t c1, int32_t c2, int32_t c3)
       : tensor(decoded(map)), first{c0, c1, c2, c3}, shared(shared_) {
-    shared_pointer(shared, kBoxRowBytes);
+    shared_pointer(shared, 128);
     if (shared + bytes() > emulation::shared_bytes) emulation::fail("a box reaches beyond shared memory");
   }
 
-  uint32_t bytes() const { return static_cast<uint32_t>(kBoxRowBytes * tensor.box[1] * tensor.box[2] * tensor.box[3]); }
+  uint32_t bytes() const {
+    return static_cast<uint32_t>(box_row_bytes(tensor) * tensor.box[1] * tensor.box[2] * tensor.box[3]);
+  }
 
   /// Calls visit(address of an element in shared memory, element of the tensor or nullptr) for each.
   template <class Visit>
@@ -145,7 +146,7 @@ struct Box {
       for (; i[2] < tensor.box[2]; ++i[2], i[1] = 0) {
         for (; i[1] < tensor.box[1]; ++i[1], i[0] = 0) {
           for (; i[0] < tensor.box[0]; ++i[0], address += static_cast<uint32_t>(element_bytes(tensor)))
-            visit(swizzled(address), element(i));
+            visit(swizzled(address, static_cast<uint32_t>(box_row_bytes(tensor))), element(i));
         }
       }
     }

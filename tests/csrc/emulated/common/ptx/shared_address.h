@@ -18,9 +18,11 @@ inline char* shared_pointer(uint32_t address, size_t bytes) {
   return emulation::shared_memory + address;
 }
 
-/// Where what an unpermuted tile has at `address` lies, with the swizzle of 128 bytes: the eight 16-byte chunks of 128
-/// bytes are permuted by the number of these 128 bytes, modulo 8 (PTX ISA, "Swizzling Modes"; the address counts, not
+/// Where what an unpermuted tile has at `address` lies, with the swizzle of 64 or 128 bytes: the 16-byte chunks of a
+/// row are permuted by the number of 128 bytes, modulo the chunks (PTX ISA, "Swizzling Modes"; the address counts, not
 /// the offset in the tile).
-inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 3 & 0x70); }
+inline uint32_t swizzled(uint32_t address, uint32_t row_bytes = 128) {
+  return address ^ (address >> 3 & (row_bytes - 16));
+}
 
 }  // namespace attn::ptx
