@@ -14,14 +14,11 @@ from append_problems import (
     HEADS,
     Problem,
     check,
-    check_token_scaled,
     empty_cache,
     expected,
-    fp4_cache,
     frequencies,
     large_positions,
     random_problem,
-    token_scaled,
 )
 from device_attention import KvScale, KvScales
 from float8_cases import DTYPES, FP4_DTYPES, INT4, TOKEN_DTYPES
@@ -29,6 +26,7 @@ from host_planner import COMPILER, ROOT
 from mixed_cases import MIXTURES
 from rotations import rotated
 from tiers import mostly_slow
+from token_scaled_caches import cache_for, check_token_scaled, fits
 from torch import Tensor
 
 from attn_backend import KVCache, Rotary, append_kv, append_mla_kv, append_qkv
@@ -296,14 +294,14 @@ def test_a_scale_for_each_token_and_head(library: ctypes.CDLL, dtype: torch.dtyp
     element = values_of("DataType")[ALL_DTYPES[dtype]]
     for seed in range(48 if dtype == INT4 else 24):
         problem = random_problem(seed, [torch.bfloat16, torch.float16][seed % 2], torch.device("cpu"))
-        if dtype == INT4 and problem.kv.head_dim % 32:
+        if not fits(problem.kv.head_dim, dtype):
             continue
         if seed % 3 == 0:
             problem.rotary = problem.q_norm = problem.k_norm = None
             problem.qkv.mul_(torch.logspace(-9, 4, len(problem.qkv))[:, None, None])
             problem.qkv[::4, :, ::3] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf])[seed % 4]
             problem.before = problem.qkv.clone()
-        written = [token_scaled(problem.kv, dtype) for _ in range(2)]
+        written = [cache_for(problem, dtype) for _ in range(2)]
         params = _params(problem)
         params.k_cache, params.v_cache = _cache(written[1].k), _cache(written[1].v)
         params.k_token_scales, params.v_token_scales = _cache(written[1].k_scale), _cache(written[1].v_scale)
@@ -467,13 +465,12 @@ def test_scales_of_blocks(library: ctypes.CDLL, dtype: str) -> None:
     kinds = set()
     for seed in range(60):
         problem = random_problem(seed, [torch.bfloat16, torch.float16][seed % 2], torch.device("cpu"))
-        if problem.kv.head_dim % 64:
+        if not fits(problem.kv.head_dim, dtype):
             continue
         if seed % 3 == 0:
             problem.rotary = problem.q_norm = problem.k_norm = None
         rotation = seed % 4 == 1
-        shape = (problem.kv.num_pages, problem.kv.page_size, HEADS, problem.kv.head_dim)
-        on_cpu, written = (fp4_cache(dtype, *shape, ("NHD", "HND")[seed % 2], "cpu") for _ in range(2))
+        on_cpu, written = (cache_for(problem, dtype, ("NHD", "HND")[seed % 2]) for _ in range(2))
         params = _params(problem)
         params.k_cache, params.v_cache = _cache(written.k), _cache(written.v)
         for which in "kv":
@@ -516,8 +513,8 @@ def test_rotated_rows(library: ctypes.CDLL) -> None:
         params.rotates_rows = 1
         kv, element = problem.kv, ""
         if form == 1:
-            of_tokens = TOKEN_DTYPES[seed // 6 % 2 if problem.kv.head_dim % 32 else seed // 6 % 3]
-            kv, element = token_scaled(problem.kv, of_tokens), ALL_DTYPES[of_tokens]
+            of_tokens = TOKEN_DTYPES[seed // 6 % (3 if fits(problem.kv.head_dim, INT4) else 2)]
+            kv, element = cache_for(problem, of_tokens), ALL_DTYPES[of_tokens]
             params.k_token_scales, params.v_token_scales = _cache(kv.k_scale), _cache(kv.v_scale)
         elif form == 2:
             others = (dict(MIXTURES)[dtype], torch.float8_e4m3fn, torch.float8_e5m2)

@@ -1033,7 +1033,7 @@ FAULTS = (
         "csrc/cache/params.h",
         "ties_away(element == DataType::kMxFp4)",
         "ties_away(element == DataType::kNvFp4)",
-        ("tests/kernels/test_fp4.py", "-k", "sglang or writes"),
+        ("tests/kernels/test_append_token_scales.py", "-k", "sglang or writes"),
     ),
     Fault(
         "FP4: blocks have the scale of the first of a word",
@@ -1103,7 +1103,7 @@ FAULTS = (
         "csrc/cache/params.h",
         "    scale.zero_point = rounded(-smallest / scale.scale);\n",
         "    scale.zero_point = 0;\n",
-        ("tests/kernels/test_token_scales.py", "-k", "append_writes and int4"),
+        ("tests/kernels/test_append_token_scales.py", "-k", "append_writes and int4"),
     ),
     Fault(
         "8-bit products: the host takes their sizes for variants that transform rows",

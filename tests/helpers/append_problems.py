@@ -11,10 +11,9 @@ import torch
 from rotations import rotated
 from torch import Tensor
 
-from attn_backend import BlockScales, KVCache, Rotary
+from attn_backend import KVCache, Rotary
 
 HEADS = 3
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
@@ -238,92 +237,3 @@ def random_problem(seed: int, dtype: torch.dtype, device: torch.device) -> Probl
         if rng.random() < 0.5
         else torch.full((tokens + 2, q_heads, head_dim), math.nan, dtype=dtype, device=device),
     )
-
-
-def token_scaled(kv: KVCache, dtype: torch.dtype | str) -> KVCache:
-    """An empty cache for these heads."""
-    shape = list(kv.k.shape)
-    if not isinstance(dtype, torch.dtype):
-        dtype, shape[3] = torch.uint8, shape[3] // 2  # int4
-    scales = torch.ones(2, kv.num_kv_heads, *kv.k.shape[:2], device=kv.device).permute(0, 2, 3, 1)
-    return KVCache.from_pair(
-        *(torch.zeros(shape, device=kv.device).to(dtype) for _ in range(2)),
-        k_scale=scales[0],
-        v_scale=scales[1],
-    )
-
-
-def fp4_cache(
-    dtype: str,
-    pages: int,
-    page_size: int,
-    heads: int,
-    head_dim: int,
-    layout: str,
-    device: torch.device | str,
-) -> KVCache:
-    """An empty cache. Each page has K, its scales, V and its scales, as in vLLM's nvfp4; inside of them, NHD
-    or HND.
-    """
-    inner = (page_size, heads) if layout == "NHD" else (heads, page_size)
-    widths = (head_dim // 2, head_dim // 16)
-    sizes = [inner[0] * inner[1] * width for width in widths] * 2
-    memory = torch.zeros(pages, sum(sizes), dtype=torch.uint8, device=device)
-    parts = [
-        part.unflatten(1, (*inner, width))
-        for part, width in zip(memory.split(sizes, 1), widths * 2, strict=True)
-    ]
-    k, k_blocks, v, v_blocks = (part if layout == "NHD" else part.transpose(1, 2) for part in parts)
-    if dtype == "nvfp4":
-        k_blocks, v_blocks = k_blocks.view(torch.float8_e4m3fn), v_blocks.view(torch.float8_e4m3fn)
-    factors = (0.5, 0.25) if dtype == "nvfp4" else (1.0, 1.0)
-    return KVCache.from_pair(
-        k, v, k_scale=BlockScales(k_blocks, factors[0]), v_scale=BlockScales(v_blocks, factors[1])
-    )
-
-
-def check_int4(stored: Tensor, words: Tensor, x: Tensor) -> None:
-    """Compares rows of an int4 cache, [heads, head_dim / 2], and their scales with the exact numbers."""
-    bits = words.contiguous().view(torch.int32)
-    zero_points, scales = (bits & 15).double(), (bits & ~15).view(torch.float32).double()
-    smallest, largest = x.amin(-1), x.amax(-1)
-    wanted = ((largest - smallest) / 15).clamp_min(1e-6)
-    torch.testing.assert_close(scales, wanted, rtol=2e-5, atol=0)
-    assert ((zero_points - (-smallest / wanted).clamp(0, 15)).abs() <= 0.501).all()
-    numbers = torch.stack([stored & 15, stored >> 4], dim=-1).flatten(-2).double()
-    wanted_numbers = (x / wanted[:, None] + zero_points[:, None]).clamp(0, 15)
-    assert ((numbers - wanted_numbers).abs() <= 0.502).all()
-
-
-def check_token_scaled(problem: Problem, kv: KVCache, has_q: bool = True, rotation: bool = False) -> None:
-    """Compares a cache with a scale for each token and head with the float64 oracle. has_q: and Q. rotation:
-    K and V were rotated.
-    """
-    tokens, q_heads = len(problem.slots), problem.num_qo_heads
-    norm = (problem.norm_eps, problem.norm_offset)
-    q = expected(problem.before[:tokens, :q_heads], problem.positions, problem.rotary, problem.q_norm, *norm)
-    if has_q:
-        check(problem.written_q[:tokens], q)
-    k, v = problem.before[:tokens, q_heads:].cpu().split(HEADS, dim=1)
-    k = expected(k, problem.positions, problem.rotary, problem.k_norm, *norm)
-    if rotation:
-        k, v = rotated(k), rotated(v)
-    assert isinstance(kv.k_scale, Tensor)
-    assert isinstance(kv.v_scale, Tensor)
-    k_cache, v_cache, k_scales, v_scales = (x.cpu() for x in (kv.k, kv.v, kv.k_scale, kv.v_scale))
-    for i, slot in enumerate(problem.slots.tolist()):
-        if not 0 <= slot < kv.num_pages * kv.page_size:
-            continue
-        at = divmod(slot, kv.page_size)
-        for of_cache, scales, x in ((k_cache, k_scales, k[i]), (v_cache, v_scales, v[i].double())):
-            if kv.dtype == torch.uint8:
-                check_int4(of_cache[at], scales[at], x)
-                continue
-            scale = (x.abs().amax(-1) / LARGEST[kv.dtype]).clamp_min(1e-6)
-            torch.testing.assert_close(scales[at].double(), scale, rtol=2e-5, atol=0)
-            got = of_cache[at].double() * scales[at].double()[:, None]
-            step = torch.ones_like(x)
-            if kv.dtype == torch.float8_e4m3fn:
-                scaled = (x / scale[:, None]).abs()
-                step = scaled.clamp_min(2.0**-6).log2().floor().exp2() / 8
-            assert ((got - x).abs() <= (0.501 * step + 1e-2 * (step < 1)) * scale[:, None] + 1e-5).all()

@@ -14,7 +14,7 @@ import cpu_isa
 import numpy
 import pytest
 import torch
-from append_problems import HEADS, check, check_token_scaled, random_problem, token_scaled
+from append_problems import HEADS, check, random_problem
 from compositions import random_shape
 from float8_cases import INT4, ROUNDED_TOLERANCE, TOKEN_DTYPES
 from rotations import (
@@ -28,6 +28,7 @@ from rotations import (
     rotated_problem,
 )
 from tiers import mostly_slow
+from token_scaled_caches import cache_for, check_token_scaled, fits, token_scaled_cache
 from variant_fuzz.catalogue import by_reference
 
 from attn_backend import Attention, BSRView, KVCache, PageTable, append_kv, append_qkv
@@ -227,9 +228,7 @@ def test_appended_rows(device: torch.device, head_dim: int) -> None:
     ).transpose(0, 1)
     errors = []
     for rotation in (False, True):
-        kv = token_scaled(
-            KVCache.from_pair(*torch.zeros(2, 5, 16, HEADS, head_dim, device=device)), torch.int8
-        )
+        kv = token_scaled_cache(torch.int8, 5, 16, head_dim, device=device)
         append_kv(k, v, kv, slots, rotation=rotation)
         out = attend(kv, q, 70, kv_dtype=torch.int8, token_scales=True, rotation=rotation)
         others = torch.arange(head_dim) != 7
@@ -247,8 +246,8 @@ def test_fused_append(device: torch.device, block: int) -> None:
     for seed in range(10 * block, 10 * (block + 1)):
         source = (torch.bfloat16, torch.float16, torch.float32)[seed % (2 if device.type == "cuda" else 3)]
         problem = random_problem(seed, source, device)
-        of_tokens = TOKEN_DTYPES[seed % (2 if problem.kv.head_dim % 32 else 3)]
-        kv = problem.kv if seed // 3 % 2 else token_scaled(problem.kv, of_tokens)
+        of_tokens = TOKEN_DTYPES[seed % (3 if fits(problem.kv.head_dim, INT4) else 2)]
+        kv = problem.kv if seed // 3 % 2 else cache_for(problem, of_tokens)
         append_qkv(
             *(problem.q, problem.k, problem.v, kv, problem.slots),
             **problem.options,

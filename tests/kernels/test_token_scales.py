@@ -1,4 +1,6 @@
-"""8-bit caches with a scale for each token and head: int8 and e4m3."""
+"""Caches whose tokens and heads have their own scales: one each (int8, e4m3, int4), or one for 16 columns
+(NVFP4, and SGLang's fp4_mx_block16).
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,24 @@ import cases
 import cpu_isa
 import pytest
 import torch
-from append_problems import HEADS, LARGEST, check_token_scaled, random_problem, token_scaled
-from float8_cases import INT4, ROUNDED_TOLERANCE, TOKEN_DTYPES, Float8Case, split_int4
+from append_problems import HEADS
+from float8_cases import FP4_DTYPES, INT4, NVFP4, ROUNDED_TOLERANCE, TOKEN_DTYPES, Float8Case
 from tiers import mostly_slow
+from token_scaled_caches import token_scaled_cache
 from torch import Tensor
 from variant_fuzz.catalogue import by_reference
 
-from attn_backend import Attention, BSRView, KVCache, PageTable, append_kv, append_mla_kv, append_qkv
+from attn_backend import Attention, BlockScales, BSRView, KVCache, PageTable, append_kv, append_mla_kv
 from attn_backend.jit import compilers, progress
-from attn_backend.kernels import append
 from attn_backend.variants import builtin
 
 CPU = torch.device("cpu")
+DTYPES = (*TOKEN_DTYPES, *FP4_DTYPES)
+
+
+def attention(head_dim: int = 64, **options: Any) -> Attention:
+    made = {"device": "cpu", "max_rows": 3, "max_batch": 1, "token_scales": True} | options
+    return Attention(HEADS, HEADS, head_dim, **made)
 
 
 def run(problem: Float8Case, **options: object) -> None:
@@ -35,29 +43,35 @@ def run(problem: Float8Case, **options: object) -> None:
     assert attention.schedule().errors == 0
 
 
-def random_case(seed: int, device: torch.device) -> Float8Case:
+def random_case(seed: int, device: torch.device, is_fp4: bool) -> Float8Case:
     spec = cases.random_spec(seed, device.type)
-    dtype = TOKEN_DTYPES[seed // 2 % 3]
-    spec = spec.with_(head_dim=(64, 72, 128, 256)[seed % 4], strided=spec.strided and device.type == "cpu")
-    if dtype == INT4:
-        spec = spec.with_(head_dim=(64, 96, 128, 256)[seed % 4])
+    if is_fp4:
+        dtype, head_dims = FP4_DTYPES[seed // 4 % 2], (64, 128, 192, 256)
+        if seed % 5 == 0 and spec.table_form != "ragged":
+            spec = spec.with_(head_dim_v=64, cache_form="pair")
+    else:
+        dtype = TOKEN_DTYPES[seed // 2 % 3]
+        head_dims = (64, 96, 128, 256) if dtype == INT4 else (64, 72, 128, 256)
+    spec = spec.with_(head_dim=head_dims[seed % 4], strided=spec.strided and device.type == "cpu")
     if spec.dtype == torch.float32 and device.type == "cuda":
         spec = spec.with_(dtype=torch.bfloat16)
     return Float8Case(spec, device, dtype, "token", "token")
 
 
+@pytest.mark.parametrize("is_fp4", [False, True], ids=["token", "fp4"])
 @pytest.mark.parametrize("block", mostly_slow(range(10), fast=2))
-def test_random_cases(device: torch.device, kernel: str | None, block: int) -> None:
+def test_random_cases(device: torch.device, kernel: str | None, block: int, is_fp4: bool) -> None:
     for seed in range(12 * block, 12 * (block + 1)):
         options = {} if kernel is None else {"kernel": kernel}
-        run(random_case(seed, device), cascade=("always", True, False)[seed % 3], **options)
+        run(random_case(seed, device, is_fp4), cascade=("always", True, False)[seed % 3], **options)
 
 
 RUN_CASES = """\
 import torch
 from test_token_scales import random_case, run
 for seed in range(16):
-    run(random_case(seed, torch.device("cpu")))
+    for is_fp4 in (False, True):
+        run(random_case(seed, torch.device("cpu"), is_fp4))
 """
 
 
@@ -67,22 +81,22 @@ def test_every_instruction_set(isa: str) -> None:
     subprocess.run([sys.executable, "-c", program], env=cpu_isa.environment(isa), check=True)
 
 
-def test_sinks_and_chunks(device: torch.device, kernel: str | None) -> None:
-    for seed, dtype in enumerate(TOKEN_DTYPES):
-        spec = cases.Spec(
-            (3, 1, 20), (90, 400, 64), num_kv_heads=2, group_size=4, head_dim=128, page_size=16, seed=seed
-        )
-        problem = Float8Case(spec.with_(logits_soft_cap=20.0), device, dtype, "token", "token")
-        case, sinks = problem.case, torch.linspace(-2, 3, 8, device=device)
-        attention = case.attention(kernel=kernel, sinks=True, batch_invariant=True, **problem.options)
-        attention.plan(case.view)
-        case.run(attention, out=case.out, lse=case.lse, sinks=sinks)
-        expected, expected_lse = problem.expected(sinks=sinks.cpu())
-        assert (case.out[: case.rows].double() - expected).norm() <= ROUNDED_TOLERANCE * expected.norm()
-        assert (case.lse[: case.rows].double() - expected_lse).abs().max() <= 1e-2
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sinks_and_chunks(device: torch.device, kernel: str | None, dtype: torch.dtype | str) -> None:
+    spec = cases.Spec(
+        (3, 1, 20), (90, 400, 64), num_kv_heads=2, group_size=4, head_dim=128, seed=DTYPES.index(dtype)
+    )
+    problem = Float8Case(spec.with_(logits_soft_cap=20.0), device, dtype, "token", "token")
+    case, sinks = problem.case, torch.linspace(-2, 3, 8, device=device)
+    attention = case.attention(kernel=kernel, sinks=True, batch_invariant=True, **problem.options)
+    attention.plan(case.view)
+    case.run(attention, out=case.out, lse=case.lse, sinks=sinks)
+    expected, expected_lse = problem.expected(sinks=sinks.cpu())
+    assert (case.out[: case.rows].double() - expected).norm() <= ROUNDED_TOLERANCE * expected.norm()
+    assert (case.lse[: case.rows].double() - expected_lse).abs().max() <= 1e-2
 
 
-@pytest.mark.parametrize("dtype", TOKEN_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("interprets", [False, True])
 def test_variants_see_scaled_rows(
     dtype: torch.dtype | str, interprets: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -103,202 +117,55 @@ def test_variants_see_scaled_rows(
     case_tensors.check(case, case.out, case.lse, problem.expected(variant=by_reference(variant, {})))
 
 
-def engine_cache(
-    dtype: torch.dtype | str,
-    pages: int,
-    page_size: int,
-    head_dim: int,
-    layout: str,
-    device: torch.device = CPU,
-) -> KVCache:
-    """vLLM's: a row is K, its scale, V, its scale (_ensure_scale_caches() of its triton_attn.py)."""
-    if not isinstance(dtype, torch.dtype):
-        dtype, head_dim = torch.uint8, head_dim // 2
-    inner = (page_size, HEADS) if layout == "NHD" else (HEADS, page_size)
-    rows = torch.zeros(pages, *inner, 2 * (head_dim + 4), dtype=torch.int8, device=device)
-    if layout == "HND":
-        rows = rows.transpose(1, 2)
-    (k, k_scale), (v, v_scale) = (half.split([head_dim, 4], dim=3) for half in rows.chunk(2, dim=3))
-    k_scale, v_scale = (scale.view(torch.float32)[..., 0].fill_(1.0) for scale in (k_scale, v_scale))
-    return KVCache.from_pair(k.view(dtype), v.view(dtype), k_scale=k_scale, v_scale=v_scale)
-
-
-def engine_rounds(x: Tensor, dtype: torch.dtype | str) -> tuple[Tensor, Tensor]:
-    """What vLLM writes for x, [tokens, heads, head_dim], and the scales
-    (_reshape_cache_per_token_head of its triton_reshape_and_cache_flash.py). int4: unpacked, and the scales
-    with their zero points (its int4_per_token_head.py). On the CPU: torch on CUDA multiplies by 1 / 15, and
-    rows whose largest and smallest numbers are opposite have a zero point of 7.5 before rounding.
-    """
-    x = x.float().cpu()
-    if not isinstance(dtype, torch.dtype):
-        scales = ((x.amax(-1) - x.amin(-1)) / 15).clamp_min(1e-6)
-        zero_points = (-x.amin(-1) / scales + 0.5).floor().clamp(0, 15)
-        numbers = (x * (1.0 / scales[..., None]) + zero_points[..., None] + 0.5).floor().clamp(0, 15)
-        words = scales.view(torch.int32) & ~15 | zero_points.int()
-        return numbers.to(torch.uint8), words.view(torch.float32)
-    largest = LARGEST[dtype]
-    scales = (x.abs().amax(-1) / largest).clamp_min(1e-6)
-    scaled = x * (1.0 / scales[..., None])
-    if dtype == torch.int8:
-        scaled = (scaled + torch.where(scaled >= 0, 0.5, -0.5)).clamp(-128, 127).trunc()
-    return scaled.clamp(-largest - (dtype == torch.int8), largest).to(dtype), scales
-
-
-def steps_apart(a: Tensor, b: Tensor) -> Tensor:
-    """The distance of numbers of 8 bits, in representable numbers."""
-
-    def order(x: Tensor) -> Tensor:
-        bits = x.contiguous().view(torch.uint8).int()
-        return x.int() if x.dtype == torch.int8 else torch.where(bits < 128, bits, 128 - bits)
-
-    return (order(a) - order(b)).abs()
-
-
-def stored_numbers(of_cache: Tensor, dtype: torch.dtype | str) -> Tensor:
-    if dtype == INT4:
-        return torch.stack([of_cache & 15, of_cache >> 4], -1).flatten(-2)
-    return of_cache
-
-
-@pytest.mark.parametrize("dtype", TOKEN_DTYPES, ids=str)
-@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_append_writes_what_the_engine_writes(
-    device: torch.device, dtype: torch.dtype | str, source: torch.dtype, layout: str
-) -> None:
-    if device.type == "cuda" and source == torch.float32:
-        pytest.skip("no float32 on CUDA")
-    generator = torch.Generator().manual_seed(5)
-    magnitudes = torch.logspace(-9, 4, 40)[:, None, None]
-    k, v = (
-        (torch.randn(40, HEADS, 64, generator=generator) * magnitudes).to(device, source) for _ in range(2)
-    )
-    k[7] = 0
-    v[9], v[11] = v[9].abs() + 3, -v[11].abs() - 3  # zero points that are limited
-    slots = torch.randperm(80, generator=generator)[:40].to(device)
-    slots[3], slots[5] = -1, 80
-    q = torch.randn(40, 2, 64, generator=generator).to(device, source)
-    caches = [engine_cache(dtype, 5, 16, 64, layout, device) for _ in range(2)]
-    append_kv(k, v, caches[0], slots)
-    append_qkv(q, k, v, caches[1], slots)
-    written = [i for i in range(40) if i not in (3, 5)]
-    page, place = slots[written] // 16, slots[written] % 16
-    for x, name in ((k, "k"), (v, "v")):
-        of_cache, scales = (getattr(caches[0], which) for which in (name, f"{name}_scale"))
-        of_tokens, numbers = scales[page, place].cpu(), stored_numbers(of_cache[page, place].cpu(), dtype)
-        wanted, wanted_scales = engine_rounds(x[written], dtype)
-        rtol = 3e-7
-        if dtype == INT4:
-            (got, zero_points), (wanted_scales, wanted_zeros) = map(split_int4, (of_tokens, wanted_scales))
-            assert (zero_points - wanted_zeros).abs().max() <= 1
-            assert (zero_points != wanted_zeros).float().mean() <= 0.02
-            torch.testing.assert_close(got, wanted_scales, rtol=3e-6, atol=0)
-        else:
-            torch.testing.assert_close(of_tokens, wanted_scales, rtol=rtol, atol=0)
-        apart = steps_apart(numbers, wanted)
-        assert apart.max() <= 1
-        assert (apart == 1).float().mean() <= 0.01  # ties, and numbers next to them
-        others = torch.ones(5, 16, dtype=torch.bool, device=device)
-        others[page, place] = False
-        assert (of_cache.float()[others] == 0).all()
-        assert (scales[others] == 1).all()
-        assert torch.equal(getattr(caches[1], name).view(torch.uint8), of_cache.view(torch.uint8))
-        assert torch.equal(getattr(caches[1], f"{name}_scale"), scales)
-
-
-@pytest.mark.parametrize("dtype", TOKEN_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_layout_of_the_engine(dtype: torch.dtype | str) -> None:
-    """Rows of 4 * n bytes, appended and read on a CPU."""
+    """Rows and scales that share pages, appended and read on a CPU."""
     generator = torch.Generator().manual_seed(1)
     k, v = torch.randn(2, 70, HEADS, 64, generator=generator).bfloat16()
     q = torch.randn(3, HEADS, 64, generator=generator).bfloat16()
-    cache = engine_cache(dtype, 5, 16, 64, "HND")
+    cache = token_scaled_cache(dtype, 5, 16, 64, "HND")
     append_kv(k, v, cache, torch.arange(70))
-    attention = Attention(
-        HEADS, HEADS, 64, kv_dtype=dtype, token_scales=True, device="cpu", max_rows=3, max_batch=1
-    )
+    made = attention(kv_dtype=dtype)
     table = PageTable.block_table(torch.arange(5, dtype=torch.int32)[None], torch.tensor([70]).int(), 16)
-    attention.plan(BSRView(torch.tensor([0, 3], dtype=torch.int32), table))
-    out = attention.run(q, cache)
+    made.plan(BSRView(torch.tensor([0, 3], dtype=torch.int32), table))
+    out = made.run(q, cache)
     exact = torch.nn.functional.scaled_dot_product_attention(
         *(x.double().transpose(0, 1) for x in (q, k, v)),
         attn_mask=torch.arange(70)[None] <= torch.arange(67, 70)[:, None],
     ).transpose(0, 1)
-    assert (out.double() - exact).norm() <= (0.2 if dtype == INT4 else 0.04) * exact.norm()
+    assert (out.double() - exact).norm() <= (0.04 if isinstance(dtype, torch.dtype) else 0.2) * exact.norm()
 
 
-@pytest.mark.parametrize("block", mostly_slow(range(6), fast=2))
-def test_fused_append(device: torch.device, block: int) -> None:
-    """Norm, RoPE, quantization and both writes."""
-    for seed in range(10 * block, 10 * (block + 1)):
-        source = (torch.bfloat16, torch.float16, torch.float32)[seed % (2 if device.type == "cuda" else 3)]
-        problem = random_problem(seed, source, device)
-        dtype = TOKEN_DTYPES[seed // 2 % 3]
-        if dtype == INT4 and problem.kv.head_dim % 32:
-            continue
-        kv = token_scaled(problem.kv, dtype)
-        append_qkv(
-            *(problem.q, problem.k, problem.v, kv, problem.slots),
-            **problem.options,
-            out=problem.out,
-        )
-        check_token_scaled(problem, kv)
+@pytest.mark.parametrize("dtype", [torch.int8, NVFP4], ids=str)
+def test_pages_of_one_token(dtype: torch.dtype | str) -> None:
+    kv = token_scaled_cache(dtype, 3, 16, 64, "apart").by_slot()
+    columns = 64 if dtype == torch.int8 else 32
+    assert kv.k.shape == (48, 1, HEADS, columns)
+    assert (kv.stored_dtype, kv.head_dim) == (dtype, 64)
+    scales = kv.k_scale.blocks if isinstance(kv.k_scale, BlockScales) else kv.k_scale
+    assert isinstance(scales, Tensor)
+    assert scales.shape == (48, 1, HEADS, *([4] if dtype == NVFP4 else []))
 
 
-def test_heads_of_different_widths() -> None:
-    generator = torch.Generator().manual_seed(6)
-    k, v = (torch.randn(9, 2, columns, generator=generator).bfloat16() for columns in (192, 72))
-    scales = torch.zeros(2, 5, 4, 2)
-    kv = KVCache.from_pair(
-        *(torch.zeros(5, 4, 2, columns, dtype=torch.int8) for columns in (192, 72)),
-        k_scale=scales[0],
-        v_scale=scales[1],
-    )
-    slots = torch.tensor([3, 19, -1, 0, 17, 16, 20, 11, 5])
-    append_kv(k, v, kv, slots)
-    written = [i for i in range(9) if i not in (2, 6)]
-    for x, of_cache, of_tokens in ((k, kv.k, scales[0]), (v, kv.v, scales[1])):
-        wanted, wanted_scales = engine_rounds(x[written], torch.int8)
-        torch.testing.assert_close(of_tokens.flatten(0, 1)[slots[written]], wanted_scales, rtol=3e-7, atol=0)
-        assert steps_apart(of_cache.flatten(0, 1)[slots[written]], wanted).max() <= 1
-        assert (of_tokens != 0).sum() == 2 * len(written)
-
-
-def test_rows_rotated_while_they_are_rounded() -> None:
-    problem = random_problem(2, torch.bfloat16, CPU)
-    assert problem.rotary is not None
-    problem.k_norm = None
-    kv = token_scaled(problem.kv, torch.int8)
-    append.append_rounded(problem.k, problem.v, kv, problem.slots, problem.rotary, problem.positions)
-    check_token_scaled(problem, kv, has_q=False)
-
-
-def test_compiled_functions_write_scales() -> None:
-    k, v = torch.randn(2, 5, HEADS, 64).bfloat16()
-    eager, compiled = (engine_cache(torch.int8, 2, 16, 64, "NHD") for _ in range(2))
-    slots = torch.tensor([3, 31, 0, 16, 7])
-    append_kv(k, v, eager, slots)
-    torch.compile(append_kv, backend="eager", fullgraph=True)(k, v, compiled, slots)
-    for name in ("k", "v", "k_scale", "v_scale"):
-        assert torch.equal(getattr(eager, name), getattr(compiled, name))
-
-
-def test_pages_of_one_token() -> None:
-    kv = engine_cache(torch.int8, 3, 16, 64, "NHD").by_slot()
+def test_pages_that_hold_their_scales() -> None:
+    kv = token_scaled_cache(torch.int8, 3, 16, 64, "NHD").by_slot()
     assert isinstance(kv.k_scale, Tensor)
-    assert kv.k.shape == (48, 1, HEADS, 64)
     assert kv.k_scale.shape == (48, 1, HEADS)
     assert kv.k_scale[17].data_ptr() - kv.k[17].data_ptr() == 64
     apart = torch.ones(3, 20, HEADS)[:, :16]
-    kv = KVCache.from_pair(*torch.zeros(2, 3, 16, HEADS, 64, dtype=torch.int8), k_scale=apart, v_scale=apart)
-    with pytest.raises(ValueError, match=r"kv\.k_scale is .*, must be in pages as many tokens apart"):
-        kv.by_slot()
+    rows = torch.zeros(2, 3, 16, HEADS, 64, dtype=torch.int8)
+    for other in (
+        KVCache.from_pair(*rows, k_scale=apart, v_scale=apart),
+        token_scaled_cache(NVFP4, 3, 16, 64, "NHD"),
+    ):
+        with pytest.raises(ValueError, match=r"kv\.k_scale is .*, must be in pages as many tokens apart"):
+            other.by_slot()
 
 
-def attention(**options: Any) -> Attention:
-    return Attention(
-        HEADS, HEADS, 64, **({"device": "cpu", "max_rows": 3, "max_batch": 1, "token_scales": True} | options)
-    )
+def view_of_one_row(tokens: int) -> BSRView:
+    """One request, on page 0."""
+    table = PageTable.block_table(torch.zeros(1, 1).int(), torch.tensor([tokens]).int(), 16)
+    return BSRView(torch.tensor([0, 1]).int(), table)
 
 
 REFUSED = {
@@ -317,6 +184,11 @@ REFUSED = {
     r"head_dim_v is 48, must be a multiple of 32 with kv_dtype='int4'": {
         "kv_dtype": INT4,
         "head_dim_v": 48,
+        "token_scales": None,
+    },
+    r"head_dim is 96, must be a multiple of 64 with kv_dtype='nvfp4'": {
+        "head_dim": 96,
+        "kv_dtype": NVFP4,
         "token_scales": None,
     },
     r"kv_dtype is 'int3', must be a torch.dtype, 'int4', 'nvfp4', 'fp4_mx_block16' or None": {
@@ -343,10 +215,8 @@ def test_refused_objects(message: str) -> None:
 
 
 def test_refused_runs_and_appends() -> None:
-    kv = engine_cache(torch.float8_e4m3fn, 2, 16, 64, "NHD")
-    q = torch.zeros(1, HEADS, 64).bfloat16()
-    table = PageTable.block_table(torch.zeros(1, 1).int(), torch.tensor([3]).int(), 16)
-    view = BSRView(torch.tensor([0, 1]).int(), table)
+    kv = token_scaled_cache(torch.float8_e4m3fn, 2, 16, 64, "NHD")
+    q, view = torch.zeros(1, HEADS, 64).bfloat16(), view_of_one_row(3)
     plain, of_tokens = (
         attention(kv_dtype=torch.float8_e4m3fn, token_scales=token_scales) for token_scales in (False, True)
     )
@@ -381,3 +251,54 @@ def test_refused_runs_and_appends() -> None:
     kv = KVCache.unchecked(k, k[..., :512], torch.ones(2, 16, 1), torch.ones(2, 16, 1))
     with pytest.raises(ValueError, match=r"kv\.k_scale is .*, must be one for all: latents have no scale"):
         append_mla_kv(torch.zeros(1, 512).bfloat16(), torch.zeros(1, 64).bfloat16(), kv, slots)
+
+
+def test_refused_block_scales() -> None:
+    kv = token_scaled_cache(NVFP4, 2, 16, 64, "NHD")
+    k_scale, v_scale = kv.k_scale, kv.v_scale
+    assert isinstance(k_scale, BlockScales)
+    assert isinstance(v_scale, BlockScales)
+    for scales, message in (
+        ((k_scale, None), r"v_scale is None, must be BlockScales if k_scale is, and only then"),
+        (
+            (torch.ones(2, 16, HEADS), v_scale),
+            r"v_scale is BlockScales\(.*, must be BlockScales if k_scale is",
+        ),
+        (
+            (BlockScales(k_scale.blocks[:1]), v_scale),
+            r"k_scale\.blocks is .*, must be float8_e4m3fn or uint8 \[",
+        ),
+        (
+            (k_scale, BlockScales(v_scale.blocks.view(torch.uint8))),
+            r"v_scale\.blocks is .*, must be float8_e4m3",
+        ),
+        ((BlockScales(k_scale.blocks, 0.0), v_scale), r"k_scale\.factor is 0\.0, must be a number above 0"),
+        ((BlockScales(k_scale.blocks, torch.ones(1)), v_scale), r"k_scale\.factor is .*, must be a number"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match=message):
+            KVCache.from_pair(kv.k, kv.v, k_scale=scales[0], v_scale=scales[1])
+    with pytest.raises(ValueError, match=r"k_scale is .*, must be a number or a tensor over int8"):
+        KVCache.from_pair(kv.k.view(torch.int8), kv.v.view(torch.int8), k_scale=k_scale, v_scale=v_scale)
+    narrow = torch.zeros(2, 2, 16, HEADS, 48, dtype=torch.uint8)
+    blocks = BlockScales(torch.zeros(2, 16, HEADS, 6, dtype=torch.uint8))
+    with pytest.raises(
+        ValueError, match=r"k is .*, must be of head_dim / 2 columns, and head_dim a multiple of 64"
+    ):
+        KVCache.from_pair(*narrow, k_scale=blocks, v_scale=blocks)
+    made = attention(kv_dtype=NVFP4)
+    made.plan(view_of_one_row(3))
+    q = torch.zeros(1, HEADS, 64).bfloat16()
+    apart = torch.zeros(2, 16, HEADS, 5, dtype=torch.uint8)[..., 1:]
+    for scale, message in (
+        (0.5, r"kv\.v_scale is a number, must be a tensor \[pages, page_size, num_kv_heads, head_dim / 16\]"),
+        (
+            BlockScales(v_scale.blocks.view(torch.uint8)),
+            r"kv\.v_scale\.dtype is uint8, must be float8_e4m3fn",
+        ),
+        (BlockScales(apart.view(torch.float8_e4m3fn)), r"kv\.v_scale\.(data_ptr|stride)"),
+        (v_scale._replace(factor=-1.0), r"kv\.v_scale\.factor is -1, must be above 0 and finite"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            made.run(q, KVCache.unchecked(kv.k, kv.v, k_scale, scale))
+    with pytest.raises(ValueError, match=r"k is .*, must be bfloat16, float16 or float32: append computes"):
+        append_kv(kv.k[0], kv.v[0], kv, torch.arange(16))
