@@ -20,6 +20,7 @@ from ..metadata.kv_cache import (
     TOKEN_SCALED_DTYPES,
     BlockScales,
     CacheDtype,
+    named_tensors,
 )
 from ..validation import (
     MAX_INT64,
@@ -237,7 +238,7 @@ def _explain_qkv(kv: KVCache, norm_eps: float, norm_offset: float, **tensors: ob
     for name, number in numbers.items():
         if type(number) is int:
             check_int(name, number, -MAX_INT64, MAX_INT64)
-    tensors |= {"kv.k": kv.k, "kv.v": kv.v}
+    tensors |= named_tensors(kv)
     explain_failure(
         (name, tensor) for name, tensor in tensors.items() if tensor is not None or name not in _QKV_OPTIONAL
     )
@@ -333,7 +334,7 @@ def append_rounded(
             table=table,
         )
     except (AttributeError, OverflowError, RuntimeError, TypeError):
-        tensors = {"k": k, "v": v, "slots": slots, "kv.k": kv.k, "kv.v": kv.v, "positions": positions}
+        tensors = {"k": k, "v": v, "slots": slots, "positions": positions, **dict(named_tensors(kv))}
         explain_failure((name, tensor) for name, tensor in tensors.items() if tensor is not None)
         raise
 
@@ -470,7 +471,7 @@ def append_kv(
 def _explain_kv(k: object, v: object, kv: KVCache, slots: object) -> None:
     """Refuses an argument of the wrong type by its name."""
     check_types(KVCache, "a KVCache", kv=kv)
-    explain_failure((("k", k), ("v", v), ("slots", slots), ("kv.k", kv.k), ("kv.v", kv.v)))
+    explain_failure((("k", k), ("v", v), ("slots", slots), *named_tensors(kv)))
 
 
 def rotation_matrix(head_dim: int) -> Tensor:

@@ -45,6 +45,7 @@ from ..metadata.kv_cache import (
     KVCache,
     Scale,
     checked_scale,
+    named_tensors,
 )
 from ..metadata.values import check_page_ids, check_values, describe_batch
 from ..metadata.views import MAX_LEVELS
@@ -446,7 +447,7 @@ def explain_failed_run(
     Called only after a failure, and while torch.compile traces a run, to keep each call cheap.
     """
     check_types(KVCache, "a KVCache", kv=kv)
-    explain_failure((("q", q), ("kv.k", kv.k), ("kv.v", kv.v)))
+    explain_failure((("q", q), *named_tensors(kv)))
     optional = (("q_rope", q_rope), ("out", out), ("lse", lse), ("sinks", sinks))
     explain_failure((name, tensor) for name, tensor in optional if tensor is not None)
     if selected is not None:
@@ -693,7 +694,8 @@ class Attention:
         design = choose_design(kernel, device, dims, variant)
         check_types(bool, "True or False", sinks=sinks, float8_out=float8_out, rotation=rotation)
         check_types((bool, NoneType), "True, False or None", token_scales=token_scales)
-        token_scales = kv_dtype in FOUR_BIT_COLUMNS if token_scales is None else token_scales
+        if token_scales is None:
+            token_scales = isinstance(kv_dtype, str) and kv_dtype in FOUR_BIT_COLUMNS
         of_cache = check_kv_dtype(kv_dtype, dtype, dims, token_scales)
         q_dtype = check_q_dtype(q_dtype, dtype, of_cache, dims, design)
         if token_scales:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from numbers import Real
 from typing import Literal, NamedTuple, TypeVar
@@ -322,6 +322,10 @@ class KVCache:
                 f"{dtype_name(self.k.dtype)}",
             )
         check_same_device("v", self.v, "k", self.k.device)
+        for name in ("k_scale", "v_scale"):
+            scale = getattr(self, name)
+            if isinstance(scale, BlockScales) and not isinstance(scale.blocks, Tensor):
+                refuse(f"{name}.blocks", scale.blocks, "a tensor")
         step = FOUR_BIT_COLUMNS.get(self.stored_dtype)
         if (
             step is None
@@ -411,6 +415,17 @@ class KVCache:
     def _blocks_of_k(self) -> Tensor:
         assert isinstance(self.k_scale, BlockScales)
         return self.k_scale.blocks
+
+
+def named_tensors(kv: KVCache) -> Iterator[tuple[str, Tensor]]:
+    """K, V and their scales, with the names that messages give them."""
+    yield "kv.k", kv.k
+    yield "kv.v", kv.v
+    for name, scale in (("kv.k_scale", kv.k_scale), ("kv.v_scale", kv.v_scale)):
+        if isinstance(scale, BlockScales):
+            yield f"{name}.blocks", scale.blocks
+        elif isinstance(scale, Tensor):
+            yield name, scale
 
 
 def stored_columns(columns: int, dtype: CacheDtype) -> int:

@@ -21,8 +21,18 @@ from token_scaled_caches import token_scaled_cache
 from torch import Tensor
 from variant_fuzz.catalogue import by_reference
 
-from attn_backend import Attention, BlockScales, BSRView, KVCache, PageTable, append_kv, append_mla_kv
+from attn_backend import (
+    Attention,
+    BlockScales,
+    BSRView,
+    KVCache,
+    PageTable,
+    append_kv,
+    append_mla_kv,
+    append_qkv,
+)
 from attn_backend.jit import compilers, progress
+from attn_backend.kernels.append import append_rounded
 from attn_backend.variants import builtin
 
 CPU = torch.device("cpu")
@@ -195,6 +205,7 @@ REFUSED = {
         "kv_dtype": "int3",
         "token_scales": False,
     },
+    r"kv_dtype is \['int4'\], must be a torch.dtype, 'int4', ": {"kv_dtype": ["int4"], "token_scales": None},
     r"q_dtype is torch.int8, must be None, dtype = torch.bfloat16": {
         "kv_dtype": INT4,
         "q_dtype": torch.int8,
@@ -253,6 +264,29 @@ def test_refused_runs_and_appends() -> None:
         append_mla_kv(torch.zeros(1, 512).bfloat16(), torch.zeros(1, 64).bfloat16(), kv, slots)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, NVFP4], ids=str)
+def test_scales_without_memory_are_named(dtype: torch.dtype | str) -> None:
+    kv = token_scaled_cache(dtype, 2, 16, 64)
+    scale = kv.v_scale
+    if isinstance(scale, BlockScales):
+        scale, name = scale._replace(blocks=scale.blocks.to("meta")), r"kv\.v_scale\.blocks"
+    else:
+        assert isinstance(scale, Tensor)
+        scale, name = scale.to("meta"), r"kv\.v_scale"
+    kv = KVCache.unchecked(kv.k, kv.v, kv.k_scale, scale)
+    made, rows = attention(kv_dtype=dtype), torch.zeros(1, HEADS, 64).bfloat16()
+    made.plan(view_of_one_row(3))
+    slots = torch.zeros(1).long()
+    for call in (
+        lambda: made.run(rows, kv),
+        lambda: append_kv(rows, rows, kv, slots),
+        lambda: append_qkv(rows, rows, rows, kv, slots),
+        lambda: append_rounded(rows, rows, kv, slots),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name} is .* without memory"):
+            call()
+
+
 def test_refused_block_scales() -> None:
     kv = token_scaled_cache(NVFP4, 2, 16, 64, "NHD")
     k_scale, v_scale = kv.k_scale, kv.v_scale
@@ -272,6 +306,7 @@ def test_refused_block_scales() -> None:
             (k_scale, BlockScales(v_scale.blocks.view(torch.uint8))),
             r"v_scale\.blocks is .*, must be float8_e4m3",
         ),
+        ((BlockScales(None), v_scale), r"k_scale\.blocks is None, must be a tensor"),  # type: ignore[arg-type]
         ((BlockScales(k_scale.blocks, 0.0), v_scale), r"k_scale\.factor is 0\.0, must be a number above 0"),
         ((BlockScales(k_scale.blocks, torch.ones(1)), v_scale), r"k_scale\.factor is .*, must be a number"),  # type: ignore[arg-type]
     ):
