@@ -164,10 +164,10 @@ def test_all_kinds_of_calls_are_made() -> None:
     # tests/variants and tests/variant_fuzz
     of_variants = {"Param", "Variant", "packbits", "segment_packbits"}
     # tests/kernels/test_append_qkv, test_append_mla
-    of_projections = {"Rotary", "append_qkv", "rotate_qk", "append_mla_kv"}
+    of_projections = {"Rotary", "rotate_qk", "append_mla_kv"}
     of_states = {"merge_state", "merge_states"}  # tests/kernels/test_merge_states
     of_selections = {"SelectedTokens"}  # tests/kernels/test_sparse_mla
-    of_fp4 = {"BlockScales"}  # tests/kernels/test_fp4
+    of_fp4 = {"BlockScales"}  # values of k_scale and v_scale
     assert {
         name
         for name in attn_backend.__all__
@@ -186,6 +186,9 @@ def spoiled(call: Call) -> Call:
         if result is None:  # from append_kv
             first = given["kv"].v[0, 0, 0, :1]
             first.copy_(-1 - first.nan_to_num())
+        elif isinstance(result, attn_backend.KVCache):  # with rows from append_kv or append_qkv
+            last_byte = result.v.element_size() - 1  # of the first element
+            result.v.detach().view(torch.uint8)[0, 0, 0, last_byte] ^= 0x44
         elif isinstance(result, torch.Tensor) and result.dtype == torch.int32:  # from selected_slots
             result.add_(1)
         elif isinstance(result, torch.Tensor):
@@ -218,7 +221,8 @@ def test_wrong_results_are_noticed(scenario: Callable[..., Iterator[Call]]) -> N
         outcome = judge(spoiled(call))
         seen += outcome.kind == WRONG_RESULT
         # A row that sees nothing is 0 and stays 0.
-        assert outcome.kind == WRONG_RESULT or scenario.__name__ not in ("appends", "sampling"), outcome
+        all_are_seen = scenario.__name__ in ("appends", "projections", "sampling")
+        assert outcome.kind == WRONG_RESULT or not all_are_seen, outcome
     assert seen >= 5
 
 

@@ -17,10 +17,12 @@ import compositions
 import forests
 import numpy
 import torch
-from float8_cases import DTYPES, SCALES, Float8Case
+from float8_cases import DTYPES, FP4_DTYPES, SCALES, TOKEN_DTYPES, Float8Case
 from float8_outputs import out_of_8_bits, scale_for
+from token_scaled_caches import fits
 
 from attn_backend import Attention, BSRView, Composition, KVCache, PageTable
+from attn_backend.variants import builtin
 
 from .call import Call, ChoiceArgument, IntArgument, TensorArgument, Wrong
 from .mutations import around
@@ -28,6 +30,7 @@ from .steps import INDEX, Arguments, Kinds, Step, check_result, plan_or_none, ru
 
 MAX_ROWS, MAX_BATCH = 80, 9  # more than small_spec() makes
 NO_SEQUENCE = (3.5, "x", object())
+OWN_SCALES = (*TOKEN_DTYPES, *FP4_DTYPES)  # of caches whose tokens and heads have their own scales
 
 
 def seed_of(rng: numpy.random.Generator) -> int:
@@ -67,6 +70,18 @@ def heads_of(rng: numpy.random.Generator, device: torch.device) -> dict[str, Any
         "dtype": spec.dtype,
         "num_ctas": spec.num_ctas,
     }
+
+
+def heads_of_cache(
+    rng: numpy.random.Generator, device: torch.device, dtype: torch.dtype | str | None
+) -> dict[str, Any]:
+    """As heads_of(), for a cache of this dtype."""
+    heads = heads_of(rng, device) | {"strided": False}
+    if device.type == "cuda":  # most of these kernels are in the package
+        heads |= {"head_dim": 128, "dtype": torch.bfloat16}
+    if dtype is not None and not fits(heads["head_dim"], dtype):
+        heads["head_dim"] = 64
+    return heads
 
 
 def object_options(rng: numpy.random.Generator, device: torch.device) -> dict[str, Any]:
@@ -382,31 +397,102 @@ def cascade_call(rng: numpy.random.Generator, problem: compositions.Problem, lev
 
 def constructors(rng: numpy.random.Generator, device: torch.device) -> Iterator[Call]:
     while True:
-        heads, options = heads_of(rng, device), object_options(rng, device)
-        kv_heads = heads["num_kv_heads"]
+        cache = {} if device.type == "cuda" else cache_options(rng)
+        heads = heads_of_cache(rng, device, cache["kv_dtype"]) if cache else heads_of(rng, device)
+        kv_heads, options = heads["num_kv_heads"], object_options(rng, device)
         arguments: Arguments = {
             "num_qo_heads": kv_heads * heads["group_size"],
             "num_kv_heads": kv_heads,
             "head_dim": heads["head_dim"],
-            "head_dim_v": None if device.type == "cuda" else [None, heads["head_dim"], 72][rng.integers(3)],
+            "head_dim_v": width_of_v(rng, device, heads["head_dim"], cache),
             "dtype": heads["dtype"],
             "device": device,
             "num_ctas": heads["num_ctas"],
             "float8_out": device.type == "cpu" and bool(rng.random() < 0.3),
+            **cache,
             **options,
         }
-        yield from around(
-            rng,
-            Call(
-                "Attention",
-                Attention,
-                arguments,
-                constructor_kinds(arguments, device),
-                check_constructed,
-                public=True,
-            ),
-        )
-        yield from around(rng, plan_call(rng, device))
+        yield from around(rng, constructor_call(arguments, device))
+        case = case_tensors.build(small_spec(rng, device, **heads_of(rng, device)), device)
+        k, v = case.kv.k, case.kv.v
+        others = [KVCache(k[..., :-1], v[..., :-1]), KVCache(torch.cat([k, k], 1), torch.cat([v, v], 1))]
+        if k.dtype != torch.float32:
+            others.append(KVCache(k.float(), v.float()))
+        yield from around(rng, plan_call(rng, case.attention(), step_of_case(case), others))
+
+
+def cache_options(rng: numpy.random.Generator) -> dict[str, Any]:
+    """Arguments of Attention about the cache."""
+    kv_dtype = (None, *DTYPES, *OWN_SCALES)[rng.integers(8)]
+    token_scales: bool | None = [None, False][rng.integers(2)]
+    if kv_dtype in OWN_SCALES and (kv_dtype not in DTYPES or rng.random() < 0.5):
+        token_scales = [None, True][rng.integers(2)] if isinstance(kv_dtype, str) else True
+    return {"kv_dtype": kv_dtype, "token_scales": token_scales, "rotation": bool(rng.random() < 0.3)}
+
+
+def width_of_v(
+    rng: numpy.random.Generator, device: torch.device, head_dim: int, cache: dict[str, Any]
+) -> int | None:
+    """A valid head_dim_v. cache: cache_options()."""
+    widths = [None, head_dim]
+    if device.type == "cpu" and not cache["rotation"]:
+        widths.append(64 if isinstance(cache["kv_dtype"], str) else 72)
+    return None if device.type == "cuda" else widths[rng.integers(len(widths))]
+
+
+def constructor_call(arguments: Arguments, device: torch.device) -> Call:
+    def values(_: numpy.random.Generator) -> list[Wrong]:
+        """Arguments that are wrong only together with the others."""
+        rotation, of_tokens = arguments.get("rotation", False), has_token_scales(arguments)
+        found = []
+        if rotation:
+            rope = builtin.rope(builtin.rope_frequencies(16))
+            found.append(Wrong("variant", "transforms rows", rope, ("variant",)))
+        if rotation or of_tokens or arguments.get("kv_dtype") != torch.float8_e4m3fn:
+            found.append(Wrong("q_dtype", "of 8 bits", torch.float8_e4m3fn, ("q_dtype",)))
+        if arguments["head_dim_v"] not in (None, arguments["head_dim"]):
+            found.append(Wrong("rotation", "heads of two widths", True, ("head_dim_v",)))
+        return found
+
+    return Call(
+        "Attention",
+        Attention,
+        arguments,
+        constructor_kinds(arguments, device),
+        check_constructed,
+        public=True,
+        values=values,
+    )
+
+
+def has_token_scales(arguments: Arguments) -> bool:
+    given = arguments.get("token_scales")
+    return isinstance(arguments.get("kv_dtype"), str) if given is None else given
+
+
+def cache_kinds(arguments: Arguments) -> Kinds:
+    """The properties of cache_options()."""
+    if "kv_dtype" not in arguments:
+        return {}
+    kv_dtype, given = arguments["kv_dtype"], arguments["token_scales"]
+    needs_them, may_have_them = kv_dtype not in (None, *DTYPES), kv_dtype in OWN_SCALES
+    # int8 and no token_scales, or token_scales and e5m2: each may be blamed
+    wrong_dtypes = ("int3", "int8", torch.int32, torch.float64, torch.bool, torch.uint8)
+    wrong_dtypes += (torch.float8_e5m2, torch.bfloat16) if given else (torch.int8,)
+    wrong_dtypes += ("int4", "nvfp4") if given is False else ()
+    wrong_scales: tuple[object, ...] = (1, 0, "yes")
+    wrong_scales += (False,) if needs_them else ()
+    wrong_scales += () if may_have_them else (True,)
+    both = ("kv_dtype", "token_scales")
+    return {
+        "kv_dtype": ChoiceArgument(
+            "Attention", both, wrong=wrong_dtypes, types=(3.5, "x", [1], object(), {}), optional=not given
+        ),
+        "token_scales": ChoiceArgument(
+            "Attention", both, wrong=wrong_scales, optional=kv_dtype != torch.int8
+        ),
+        "rotation": ChoiceArgument("Attention", wrong=(1, 0, "yes")),
+    }
 
 
 def constructor_kinds(arguments: Arguments, device: torch.device) -> Kinds:
@@ -415,15 +501,19 @@ def constructor_kinds(arguments: Arguments, device: torch.device) -> Kinds:
     not_a_multiple = (arguments["num_qo_heads"] + 1,) if kv_heads > 1 else ()
     # rows of all levels do not fit an int32
     too_many_rows = ((2**31 - 1) // arguments["max_levels"] + 1,) if arguments["max_levels"] > 1 else ()
+    wrong_dims = (9, 65, 255, *((264, 576) if on_cuda else ()))
+    wrong_dims += (40, 72) if isinstance(arguments.get("kv_dtype"), str) else ()
+    of_v: tuple[int, ...] = ()
+    if arguments.get("rotation"):
+        wrong_dims += (264, 320)
+        of_v = (arguments["head_dim"] + 64,)
     return {
         "num_qo_heads": IntArgument(others=("max_rows",), low=1, high=2**31 - 1, wrong=not_a_multiple),
         "num_kv_heads": IntArgument(
             others=("num_qo_heads",), low=1, high=2**31 - 1, wrong=(arguments["num_qo_heads"] + 1,)
         ),
-        "head_dim": IntArgument(low=8, high=576, wrong=(9, 65, 255, *((264, 576) if on_cuda else ()))),
-        "head_dim_v": IntArgument(
-            low=8, high=576, wrong=(9, 65, 255, *((264, 576) if on_cuda else ())), optional=True
-        ),
+        "head_dim": IntArgument(others=("head_dim_v",), low=8, high=576, wrong=wrong_dims),
+        "head_dim_v": IntArgument(low=8, high=576, wrong=wrong_dims + of_v, optional=True),
         "dtype": ChoiceArgument(
             wrong=(torch.float64, torch.int32, torch.bool, "float16", *((torch.float32,) if on_cuda else ()))
         ),
@@ -438,6 +528,7 @@ def constructor_kinds(arguments: Arguments, device: torch.device) -> Kinds:
         "batch_invariant": ChoiceArgument(wrong=(2, "yes")),
         "float8_out": ChoiceArgument(wrong=(2, "yes")),
         "kernel": ChoiceArgument(wrong=("gpu", "", "Hopper", 1), optional=True),
+        **cache_kinds(arguments),
     }
 
 
@@ -455,42 +546,45 @@ def check_constructed(given: Arguments, attention: Attention) -> None:
         "batch_invariant",
     ):
         assert getattr(attention, name) == given[name], name
+    assert attention.kv_dtype == (given.get("kv_dtype") or given["dtype"])
 
 
-def plan_call(rng: numpy.random.Generator, device: torch.device) -> Call:
-    """plan and run with whole objects: a composition, a cache."""
-    case = case_tensors.build(small_spec(rng, device, **heads_of(rng, device)), device)
-    attention, step = case.attention(), step_of_case(case)
-    batch = len(case.spec.qo_lens)
-    view = case.view
-    crowd, deep = empty_requests(attention.max_batch + 1, device), Composition((view,) * 2)
+def plan_call(rng: numpy.random.Generator, attention: Attention, step: Step, others: list[KVCache]) -> Call:
+    """plan and run with whole objects: a composition, a cache. others: caches to refuse."""
+    q, kv, view, shape = step.q, step.kv, step.view, step.shape
+    crowd, deep = (
+        empty_requests(attention.max_batch + 1, q.device),
+        Composition((view,) * (attention.max_levels + 1)) if attention.max_levels < 8 else None,
+    )
 
     def function(composition: Any, kv: Any) -> torch.Tensor:
-        plan_or_none(attention, composition, case.q, case.kv)
-        return case.run(attention, out=case.out, lse=case.lse) if kv is case.kv else attention.run(case.q, kv)
+        plan_or_none(attention, composition, q, step.kv)
+        options = {"sm_scale": shape.sm_scale, "logits_soft_cap": shape.logits_soft_cap}
+        return attention.run(q, kv, out=step.out, lse=step.lse, **options)
 
     def check(given: Arguments, result: torch.Tensor) -> None:
-        filled = {"q": case.q, "out": case.out, "lse": case.lse}
-        check_result(case.spec, filled, result, torch.arange(case.rows, device=device), *step.expected())
+        filled = {"q": q, "out": step.out, "lse": step.lse}
+        rows = torch.arange(int(view.qo_indptr[-1]), device=q.device)
+        check_result(shape, filled, result, rows, *step.expected(), step.tolerances)
 
     def prepare() -> None:
-        case.out.fill_(torch.nan)
-        case.lse.fill_(torch.nan)
+        step.out.fill_(torch.nan)
+        step.lse.fill_(torch.nan)
 
-    k, v = case.kv.k, case.kv.v
-    others = [KVCache(k[..., :-1], v[..., :-1]), KVCache(torch.cat([k, k], 1), torch.cat([v, v], 1))]
-    if k.dtype != torch.float32:
-        others.append(KVCache(k.float(), v.float()))
     kinds: Kinds = {
         "composition": ChoiceArgument(
             "Attention.plan",
             ("composition", "levels", "batch"),
             wrong=(view.table, [view], (view,), deep, crowd),
         ),
-        "kv": ChoiceArgument("Attention.run", ("kv", "kv.k"), wrong=((k, v), k, *others)),
+        "kv": ChoiceArgument(
+            "Attention.run",
+            ("kv", "kv.k", "kv.k_scale", "kv.v_scale"),
+            wrong=((kv.k, kv.v), kv.k, *others),
+        ),
     }
-    as_levels = batch > 0 and rng.random() < 0.5
-    arguments: Arguments = {"composition": Composition((view,)) if as_levels else view, "kv": case.kv}
+    as_levels = view.batch_size > 0 and rng.random() < 0.5
+    arguments: Arguments = {"composition": Composition((view,)) if as_levels else view, "kv": kv}
     return Call("Attention.plan", function, arguments, kinds, check, prepare=prepare)
 
 

@@ -49,7 +49,8 @@ class TensorArgument(Argument):
     """A tensor.
 
     dtypes: the valid ones. exact: dimensions that must have exactly this size. written: an output. number: a
-    number is also valid. leads: its device is the call's.
+    number is also valid. leads: its device is the call's. ways: to make it wrong, of OF_TENSORS in
+    mutations.py; (): all.
     """
 
     dtypes: tuple[torch.dtype, ...] = ()
@@ -57,6 +58,17 @@ class TensorArgument(Argument):
     written: bool = False
     number: bool = False
     leads: bool = False
+    ways: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ScaleArgument(TensorArgument):
+    """A cache's scales of each token and head: a tensor, or BlockScales.
+
+    wrong: other invalid values.
+    """
+
+    wrong: tuple[object, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,19 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .call import MISSING, Argument, Call, ChoiceArgument, FloatArgument, IntArgument, TensorArgument, Wrong
+from attn_backend import BlockScales
+
+from .call import (
+    MISSING,
+    Argument,
+    Call,
+    ChoiceArgument,
+    FloatArgument,
+    IntArgument,
+    ScaleArgument,
+    TensorArgument,
+    Wrong,
+)
 
 DTYPES = (
     torch.float64,
@@ -237,12 +249,39 @@ def _wrong_choices(kind: ChoiceArgument, value: object) -> Iterator[tuple[str, o
     )
 
 
+def _wrong_scale(
+    rng: numpy.random.Generator, name: str, value: Tensor | BlockScales, kind: ScaleArgument
+) -> Wrong | None:
+    """One way to make scales of tokens wrong: another value, another factor, or a wrong tensor."""
+    names = kind.named or (name,)
+    style = rng.random()
+    if style < 0.3:
+        return Wrong(name, "out of range", kind.wrong[rng.integers(len(kind.wrong))], names + kind.others)
+    if isinstance(value, BlockScales) and style < 0.5 and not kind.ways:
+        choices = list(_wrong_floats(FloatArgument(wrong=(0.0, -0.5, math.inf, 1e300, 1e-60))))
+        how, factor = choices[rng.integers(len(choices))]
+        return Wrong(name, how, value._replace(factor=factor), tuple(f"{known}.factor" for known in names))
+    ways = kind.ways or tuple(OF_TENSORS)
+    how = ways[rng.integers(len(ways))]
+    if how == "gaps" and isinstance(value, Tensor):  # its strides are free
+        return None
+    changed = OF_TENSORS[how](rng, value.blocks if isinstance(value, BlockScales) else value, kind)
+    if changed is None and how != "another type":
+        return None
+    made = value._replace(blocks=changed) if isinstance(value, BlockScales) else changed
+    may_disagree = how in (*_DISAGREE, "another type", "other dimensions")
+    return Wrong(name, how, made, names + (kind.others if may_disagree else ()))
+
+
 def _wrong_argument(rng: numpy.random.Generator, call: Call, name: str, kind: Argument) -> Wrong | None:
     """One way to make this argument wrong; None if the selected way does not apply."""
     value = call.arguments[name]
     names = kind.named or (name,)
+    if isinstance(kind, ScaleArgument):
+        return _wrong_scale(rng, name, value, kind)
     if isinstance(kind, TensorArgument):
-        how = list(OF_TENSORS)[rng.integers(len(OF_TENSORS))]
+        ways = kind.ways or tuple(OF_TENSORS)
+        how = ways[rng.integers(len(ways))]
         if isinstance(value, Tensor):
             changed = OF_TENSORS[how](rng, value, kind)
         else:  # an optional tensor that is not given

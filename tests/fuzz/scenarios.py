@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy
 import torch
 
-from . import attention_calls, cache_calls, graphs, sampling_calls, selection_calls
+from . import attention_calls, cache_calls, format_calls, graphs, sampling_calls, selection_calls
 from .call import Call
 
 CALLS = 10  # per scenario
@@ -19,17 +19,20 @@ Scenario = Callable[[numpy.random.Generator, torch.device], Iterator[Call]]
 
 # Each with its share of all scenarios.
 SCENARIOS: dict[Scenario, float] = {
-    attention_calls.batches: 0.31,
+    attention_calls.batches: 0.2,
     attention_calls.float8_batches: 0.05,
+    format_calls.token_scaled_batches: 0.06,
+    format_calls.rotated_batches: 0.03,
     attention_calls.float8_outputs: 0.04,
     attention_calls.prefix_forests: 0.08,
     attention_calls.trees: 0.05,
     attention_calls.cascades: 0.05,
     attention_calls.constructors: 0.08,
-    cache_calls.appends: 0.07,
+    cache_calls.appends: 0.05,
+    cache_calls.projections: 0.07,
     cache_calls.structures: 0.05,
     selection_calls.packings: 0.02,
-    sampling_calls.sampling: 0.15,
+    sampling_calls.sampling: 0.12,
     graphs.replays: 0.05,
 }
 GPU_SHARES = {graphs.replays: 0.3}  # instead of those above

@@ -14,14 +14,24 @@ import torch
 from float8_outputs import check_rounded
 from torch import Tensor
 
-from attn_backend import Attention, BSRView, Composition, KVCache, PageTable
+from attn_backend import Attention, BlockScales, BSRView, Composition, KVCache, PageTable
 
-from .call import Argument, Call, ChoiceArgument, FloatArgument, IntArgument, StalePlanError, TensorArgument
+from .call import (
+    Argument,
+    Call,
+    ChoiceArgument,
+    FloatArgument,
+    IntArgument,
+    ScaleArgument,
+    StalePlanError,
+    TensorArgument,
+)
 from .values import wrong_values
 
 INT32 = (torch.int32,)
 INDEX = (torch.int32, torch.int64)
 MAX_INT32 = 2**31 - 1
+UNCHECKED = ("another dtype", "another size", "gaps", "another device")  # what run and append check
 
 Arguments = dict[str, Any]
 Kinds = dict[str, Argument]
@@ -33,6 +43,7 @@ class Step:
 
     q, out, lse: with rows of padding; out and lse are NaN. expected: float64 o and lse of the view's rows, in
     order. shape: has dtype, sm_scale and logits_soft_cap. q_scale: for 8-bit q. out_scale: for 8-bit out.
+    tolerances: of the output and of lse; None: the dtype's.
     """
 
     q: Tensor
@@ -44,6 +55,7 @@ class Step:
     expected: Callable[[], tuple[Tensor, Tensor]]
     q_scale: float | None = None
     out_scale: Tensor | float | None = None
+    tolerances: tuple[float, float] | None = None
 
 
 def table_arguments(table: PageTable) -> tuple[Callable[..., PageTable], Arguments, Kinds]:
@@ -91,18 +103,23 @@ def table_arguments(table: PageTable) -> tuple[Callable[..., PageTable], Argumen
 
 
 def cache_arguments(
-    rng: numpy.random.Generator, kv: KVCache
+    rng: numpy.random.Generator, kv: KVCache, may_be_unchecked: bool = True
 ) -> tuple[Callable[..., KVCache], Arguments, Kinds]:
-    """A constructor of caches, and the arguments that make a cache with the same content.
+    """A constructor of caches, and the arguments that make a cache with the same content. may_be_unchecked:
+    KVCache.unchecked is one, since append or run check the cache.
 
     `cache_page_size` is its page_size; the table uses the same name.
     """
-    make, arguments, kinds = _tensors_of_cache(rng, kv)
+    make, arguments, kinds = _tensors_of_cache(rng, kv, may_be_unchecked and kv.has_token_scales)
     if kv.dtype.itemsize == 1:
         for name, kind in kinds.items():
             if isinstance(kind, TensorArgument):  # with another dtype it has no scales
-                kinds[name] = replace(kind, others=(*kind.others, "k_scale", "v_scale"))
+                scales = ("k_scale", "v_scale", "kv.k_scale", "kv.v_scale", "head_dim")
+                kinds[name] = replace(kind, others=(*kind.others, *scales))
         for name, scale in (("k_scale", kv.k_scale), ("v_scale", kv.v_scale)):
+            if kv.has_token_scales:
+                arguments[name], kinds[name] = scale, _scale_kind(make, name, scale)
+                continue
             one = torch.ones(1, device=kv.device)
             wrong = (
                 0.0,
@@ -126,20 +143,60 @@ def cache_arguments(
     return make, arguments, kinds
 
 
+def _scale_kind(
+    make: Callable[..., KVCache], name: str, scale: Tensor | BlockScales | float | None
+) -> ScaleArgument:
+    """The properties of scales of each token and head. K's and V's must have the same form."""
+    other = "v_scale" if name == "k_scale" else "k_scale"
+    tensor = scale.blocks if isinstance(scale, BlockScales) else scale
+    assert isinstance(tensor, Tensor)
+    plain, one = torch.ones(tensor.shape[:3], device=tensor.device), torch.ones(1, device=tensor.device)
+    wrong: list[object] = [
+        None,
+        0.5,
+        0.0,
+        math.nan,
+        one,
+        one[:0],
+        "x",
+        [1.0],
+        {},
+        plain.double(),
+        plain[..., None],
+    ]
+    if isinstance(scale, BlockScales):
+        wrong += [plain, tensor, (tensor, 1.0), scale._replace(blocks=plain), scale._replace(blocks=None)]
+        wrong += [scale._replace(factor=one), scale._replace(factor=None)]
+        wrong += [scale._replace(factor=2.0)] if tensor.dtype == torch.uint8 else []
+    else:
+        blocks = torch.ones(*plain.shape, 4, device=plain.device)
+        wrong += [BlockScales(blocks.to(dtype)) for dtype in (torch.float8_e4m3fn, torch.uint8)]
+    ways: tuple[str, ...] = ()
+    if make == KVCache.unchecked:
+        ways = (*UNCHECKED, "other dimensions")
+        wrong = [None, 0.5, one, plain if isinstance(scale, BlockScales) else wrong[-1]]
+    return ScaleArgument(
+        make.__qualname__,
+        (name, f"kv.{name}"),
+        (other, f"kv.{other}", "k", "kv.k", "v", "kv.v", "kv", "head_dim"),
+        dtypes=(tensor.dtype,),
+        exact=tuple(range(tensor.ndim)),
+        wrong=tuple(wrong),
+        ways=ways,
+    )
+
+
 def _tensors_of_cache(
-    rng: numpy.random.Generator, kv: KVCache
+    rng: numpy.random.Generator, kv: KVCache, may_be_unchecked: bool
 ) -> tuple[Callable[..., KVCache], Arguments, Kinds]:
     layout = "NHD" if rng.random() < 0.5 else "HND"
     k, v = (t if layout == "NHD" else t.transpose(1, 2) for t in (kv.k, kv.v))
     dtypes = (kv.dtype,)
-    form = str(
-        rng.choice(
-            ["tensor", "pair", "packed", "slots", "ragged"]
-            if kv.page_size == 1
-            else ["tensor", "pair", "packed", "slots"]
-        )
-    )
-    surface = f"KVCache.from_{form}"
+    forms = ["tensor", "pair", "packed", "slots", *(["ragged"] if kv.page_size == 1 else [])]
+    if may_be_unchecked:
+        forms.append("unchecked")
+    form = str(rng.choice(forms))
+    surface = "KVCache.unchecked" if form == "unchecked" else f"KVCache.from_{form}"
     of_kv, of_k, of_v = ("kv", "k", "v"), ("k", "kv.k"), ("v", "kv.v")
     with_layout: Kinds = {"layout": ChoiceArgument(surface, wrong=("nhd", "NDH", ""))}
     if form == "tensor":
@@ -156,8 +213,14 @@ def _tensors_of_cache(
             {"kv": torch.cat([k, v], -1), "layout": layout},
             {"kv": kind, **with_layout},
         )
-    if form == "pair":
+    if form == "unchecked":  # append and run check it
         kinds: Kinds = {
+            "k": TensorArgument(surface, of_k, of_v, dtypes=dtypes, exact=(0, 1, 2, 3), ways=UNCHECKED),
+            "v": TensorArgument(surface, of_v, of_k, dtypes=dtypes, exact=(0, 1, 2, 3), ways=UNCHECKED),
+        }
+        return KVCache.unchecked, {"k": kv.k, "v": kv.v}, kinds
+    if form == "pair":
+        kinds = {
             "k": TensorArgument(surface, of_k, of_v, dtypes=dtypes, exact=(0, 1, 2, 3)),
             "v": TensorArgument(surface, of_v, of_k, dtypes=dtypes, exact=(0, 1, 2, 3)),
         }
@@ -247,7 +310,7 @@ def step_call(rng: numpy.random.Generator, attention: Attention, step: Step) -> 
         computed = place < len(given["q"])
         o_ref, lse_ref = (t[computed] for t in step.expected())
         rows = place[computed]
-        check_result(shape, given, result, rows, o_ref, lse_ref)
+        check_result(shape, given, result, rows, o_ref, lse_ref, step.tolerances)
 
     def prepare() -> None:
         out.fill_(torch.nan)
@@ -322,9 +385,15 @@ def run_kinds(attention: Attention, q: Tensor, out_dtype: torch.dtype | None = N
 
 
 def check_result(
-    shape: Any, given: Arguments, result: Tensor, rows: Tensor, o_ref: Tensor, lse_ref: Tensor
+    shape: Any,
+    given: Arguments,
+    result: Tensor,
+    rows: Tensor,
+    o_ref: Tensor,
+    lse_ref: Tensor,
+    tolerances: tuple[float, float] | None = None,
 ) -> None:
-    """Compares with float64.
+    """Compares with float64. tolerances: as in Step.
 
     Nothing else may have been written: no other rows, and nothing around `out`.
     """
@@ -348,4 +417,4 @@ def check_result(
     if lse is None:
         lse = torch.full(result.shape[:2], torch.nan, dtype=torch.float64, device=result.device)
         lse[rows] = lse_ref
-    compositions.check_states(shape, rows.tolist(), wide.detach(), lse.detach(), o_ref, lse_ref)
+    compositions.check_states(shape, rows.tolist(), wide.detach(), lse.detach(), o_ref, lse_ref, tolerances)

@@ -87,8 +87,9 @@ def tensors_of(kv: KVCache) -> dict[str, Tensor]:
 
 
 def has_same_bits(a: Tensor, b: Tensor) -> bool:
-    """torch.equal(), for NaN, too, and for dtypes that it does not take."""
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    """torch.equal() that takes NaN and float8."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
+    return torch.equal(a.view(bits), b.view(bits))
 
 
 def check_token_scaled(problem: Problem, kv: KVCache, has_q: bool = True, rotation: bool = False) -> None:
