@@ -20,7 +20,14 @@ USERS_PAGE = REPOSITORY / "docs" / "engines.md"
 REPORT = REPOSITORY / "docs" / "reports" / "features.md"
 ADAPTERS = "tests/adapters"
 TINY_MODELS = "tests/integration/test_tiny_models_cpu.py::test_answers_are_those_of_the_reference"
+KERNELS = "tests/kernels"
 DRAFTS = "tests/integration/test_serving_cpu.py::test_drafts_change_no_token"
+
+OWN_SCALES = (  # int4 and FP4 caches: attention, vLLM's layouts, and the bytes that vLLM writes
+    f"{KERNELS}/test_token_scales.py::test_random_cases",
+    f"{KERNELS}/test_token_scales.py::test_the_layout_of_the_engine",
+    f"{KERNELS}/test_append_token_scales.py::test_append_writes_what_the_engine_writes",
+)
 
 
 @dataclass(frozen=True)
@@ -214,8 +221,9 @@ FEATURES: tuple[Feature, ...] = (
             (
                 f"{ADAPTERS}/vllm/test_vllm_token_scales.py::test_mixed_batch",
                 f"{ADAPTERS}/vllm/test_vllm_token_scales.py::test_windows_and_soft_caps",
+                *OWN_SCALES,
             ),
-            note="adapter tests only; with windows from 0.28.0 on",
+            note="adapter and kernel tests only; with windows from 0.28.0 on",
             option="int4_per_token_head",
         ),
         MISSING,
@@ -223,8 +231,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "4-bit cache with a scale for 16 columns (FP4)",
         Cell(
-            (f"{ADAPTERS}/vllm/test_vllm_token_scales.py::test_mixed_batch",),
-            note="adapter tests only; from 0.28.0 on",
+            (f"{ADAPTERS}/vllm/test_vllm_token_scales.py::test_mixed_batch", *OWN_SCALES),
+            note="adapter and kernel tests only; from 0.28.0 on",
             option="nvfp4",
         ),
         MISSING,
