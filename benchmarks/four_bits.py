@@ -3,8 +3,8 @@ floor.
 
 One process, one GPU, 32/8 heads, head_dim 128, page 16, cold L2, CUDA-graph replay, median. 4-bit pages have
 one head after another, as the vLLM plugin has them. The floor: bytes of the int4 cache with its scales, Q
-and O at the bandwidth of a device copy. Errors are relative to float64 on the bf16 cache, so they are mostly
-those of 4 bits.
+and O at the bandwidth of a device copy. Errors are relative to float64 on the bf16 cache: rounding to 4 bits
+causes most of them.
 
 python -m benchmarks.four_bits [--case TEXT ...] [--repeats N] [--json FILE] [--markdown FILE]
 """

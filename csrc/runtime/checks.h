@@ -302,7 +302,7 @@ inline TokenScales checked_token_scales(const char* name, const AnyView& given, 
 inline float checked_factor(const char* name, const tvm::ffi::Optional<double>& given, DataType dtype) {
   const double factor = given.value_or(1.0);
   constexpr double kMaxFloat = 3.4028234663852886e38;
-  const bool is_right = factor > 0.0 && factor <= kMaxFloat;
+  const bool is_right = static_cast<float>(factor) > 0.0f && factor <= kMaxFloat;
   if (!is_right) refuse(name, factor, "above 0 and finite");
   if (dtype == DataType::kMxFp4 && factor != 1.0) refuse(name, factor, "1: scales that are powers of 2 have none");
   return static_cast<float>(factor);

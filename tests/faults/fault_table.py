@@ -1071,7 +1071,7 @@ FAULTS = (
         INT4_KERNELS,
     ),
     Fault(
-        "int4 decode: chunks of rows of 64 bytes are permuted as those of 128",
+        "int4 decode: chunks of 64-byte rows are permuted as if rows had 128 bytes",
         "csrc/attention/sm90/int4_decode.cuh",
         "row & (tma_params.has_token_pairs ? 7 : 3)",
         "row & 7",

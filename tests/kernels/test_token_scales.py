@@ -332,6 +332,7 @@ def test_refused_block_scales() -> None:
         ),
         (BlockScales(apart.view(torch.float8_e4m3fn)), r"kv\.v_scale\.(data_ptr|stride)"),
         (v_scale._replace(factor=-1.0), r"kv\.v_scale\.factor is -1, must be above 0 and finite"),
+        (v_scale._replace(factor=1e-60), r"kv\.v_scale\.factor is 1e-60, must be above 0 and finite"),
     ):
         with pytest.raises(ValueError, match=message):
             made.run(q, KVCache.unchecked(kv.k, kv.v, k_scale, scale))

@@ -25,7 +25,7 @@ struct TmaParams {
   int32_t has_one_row_map;  // 0: map `q_row` describes nothing; smaller row tiles are gathered
   int32_t has_dequantized;  // 0: this run ignores the plan's places in DequantizedKv; it has filled none
   int32_t v_is_k;           // V's columns are the first of K's, in the same memory; read by kernels of wide heads
-  int32_t has_token_pairs;  // maps `k_packed` and `v_packed`: rows have two tokens
+  int32_t has_token_pairs;  // a row of maps `k_packed` and `v_packed` is two tokens
   AttentionParams attention;
   TensorMap k;
   TensorMap v;

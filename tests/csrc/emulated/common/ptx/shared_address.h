@@ -18,9 +18,9 @@ inline char* shared_pointer(uint32_t address, size_t bytes) {
   return emulation::shared_memory + address;
 }
 
-/// Where what an unpermuted tile has at `address` lies, with the swizzle of 64 or 128 bytes: the 16-byte chunks of a
-/// row are permuted by the number of 128 bytes, modulo the chunks (PTX ISA, "Swizzling Modes"; the address counts, not
-/// the offset in the tile).
+/// Where a swizzled tile holds what an unpermuted tile would hold at `address`. The 16-byte chunks of a row, of 64 or
+/// 128 bytes, are permuted: chunk ^ number of 128 bytes, modulo the chunks. The address counts, not the offset in the
+/// tile (PTX ISA, "Swizzling Modes").
 inline uint32_t swizzled(uint32_t address, uint32_t row_bytes = 128) {
   return address ^ (address >> 3 & (row_bytes - 16));
 }
