@@ -59,11 +59,13 @@ class InPlaceDequantizer {
           wait_for_room(to, is_limited);
         else if (is_limited || !has_room(to))
           break;
-        const int number = loaded_ - first;
-        const auto found = copier.found(tile, [&](int i) { return token_of(number + i); }, count - number);
+        const auto found =
+            copier.found(tile, [&](int i) { return token_of(loaded_ - first + i); }, count - (loaded_ - first));
+        const int next = loaded_ + 1 - first;
         copier.template copy<0, Share::kMaxBlocks>(shared_, found, head, to.index, ptx::kKeepNormally,
                                                    barrier(loaded_));
         ++loaded_;
+        copier.look_up_next(tile, [&](int) { return token_of(next); }, count - next);
         place = place.ahead(2 * kTileParts);
         if (loaded_ - done == kStoredBarriers) break;
       }

@@ -94,7 +94,8 @@ struct KvShare {
 };
 
 /// Loads a warp's share of KV tiles by TMA. A lane has one box. A share has few, so lanes look up the boxes of several
-/// tiles at once, while the boxes before them are loaded.
+/// tiles at once, while the boxes before them are loaded. With wider heads registers are few: they look up one tile
+/// after another.
 ///
 /// Of the packed tiles of an int4 decode (int4_decode.cuh) a warp loads every other one as a whole, to its part of a
 /// stage.
@@ -105,6 +106,7 @@ struct BoxCopier {
   using Share = KvShare<Traits>;
   using Tile = KTile<Traits>;  // V tiles have K's layout, but may have another number of blocks
   static constexpr bool kHasTokenScales = Traits::Variant::kHasTokenScales;
+  static constexpr bool kLooksAhead = leaves_registers(Traits::Shape::kDims.widest());
   static constexpr int32_t kNone = -1;
   /// Where a lane's box is, and the tile that is loaded next, among those whose boxes lanes have.
   struct Box {
@@ -128,7 +130,7 @@ struct BoxCopier {
   template <class TokenOf>
   __device__ __forceinline__ void look_up(const LoadedRowTile& tile, const TokenOf& token_of, int count) {
     held.tile = 0;
-    look_up(tile, token_of, 0, count, Traits::kMultipliesInt4 && tile.kind == 0);
+    look_up(tile, token_of, 0, kLooksAhead ? count : 1, Traits::kMultipliesInt4 && tile.kind == 0);
   }
 
   /// The boxes of the warp's next tile of the item, of `count` that are left. `packed`: its tiles are.
@@ -136,6 +138,7 @@ struct BoxCopier {
   __device__ __forceinline__ Box found(const LoadedRowTile& tile, const TokenOf& token_of, int count,
                                        bool packed = false) {
     const int at_once = tiles_at_once(packed);
+    if constexpr (!kLooksAhead) return looked_up(tile);
     if (held.tile == 0) {
       held = looked_up(tile);
       if (number_of(at_once, packed) < count) look_up(tile, token_of, at_once, count, packed);
@@ -144,6 +147,12 @@ struct BoxCopier {
     if (box.tile != lane_tile(packed)) box.page = kNone;
     held.tile = held.tile + 1 == at_once ? 0 : held.tile + 1;
     return box;
+  }
+
+  /// Called when a tile has been copied, if `count` of the item are left. The next one begins at token_of(0).
+  template <class TokenOf>
+  __device__ __forceinline__ void look_up_next(const LoadedRowTile& tile, const TokenOf& token_of, int count) {
+    if (!kLooksAhead && count > 0) look_up(tile, token_of, 0, 1, false);
   }
 
   /// Blocks [kFirst, kEnd) of columns, to the tile of part number `part`. `stored`: the barrier that waits for them, if
@@ -314,6 +323,9 @@ struct RowCopier {
   __device__ __forceinline__ void look_up(const LoadedRowTile& tile, const TokenOf& token_of, int /*count*/) {
     look_up_from(tile, token_of(0));
   }
+
+  template <class TokenOf>
+  __device__ __forceinline__ void look_up_next(const LoadedRowTile&, const TokenOf&, int) {}
 
   /// The rows that were looked up: where they begin in K or V, without their head, in units. Pages of one token are
   /// often consecutive, as a prompt's tokens are: TMA can load such a run.

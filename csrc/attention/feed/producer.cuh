@@ -183,6 +183,7 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
         }
         place = place.ahead(is_one_tile ? Shared::kParts : 2 * Shared::kParts);
         if (last) break;
+        copier.look_up_next(tile, first_token, tiles_left());
       }
     }
     cursor.next_pair(params.num_kv_heads);
