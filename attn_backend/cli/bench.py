@@ -29,8 +29,8 @@ _EPILOG = """examples:
 Times are medians in µs, of attention only. The plan of a step serves all layers and has its own column.
 On a GPU, launches are replayed from CUDA graphs with a cold L2, in turns. Peers that are not installed
 are left out: FlashAttention-3 (of vLLM), FlashInfer. docs/benchmarks.md has many more cases.
-A sweep counts the bytes of Q, K, V and the output. `share` is their rate as a fraction of the rate of a
-large copy.
+A sweep counts the bytes of Q, K, V with their scales, and the output. `share` is their rate as a fraction
+of the rate of a large copy. int8 and int4 caches are vLLM's int8_per_token_head and int4_per_token_head.
 """
 
 Launch = Callable[[], Any]
@@ -39,7 +39,7 @@ PAGE_SIZE = 16
 
 @dataclass(frozen=True)
 class Case:
-    """shared_pages: leading pages that all requests share. cache: its dtype in torch; None: Q's."""
+    """shared_pages: leading pages that all requests share. cache: its dtype in torch, or int4; None: Q's."""
 
     name: str
     q_lens: tuple[int, ...]
@@ -69,7 +69,10 @@ SWEPT: dict[str, tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, int, in
     "cuda": ((1, 4, 16, 64, 256), (512, 2048, 8192, 32768, 131072), 2**20, (32, 8, 128)),
     "cpu": ((1, 4, 16), (128, 512, 2048), 2**13, (8, 2, 64)),
 }
-SWEPT_CACHES = {"cuda": ("bfloat16", "float8_e4m3fn"), "cpu": ("float32", "float8_e4m3fn")}
+SWEPT_CACHES = {
+    "cuda": ("bfloat16", "float8_e4m3fn", "int8", "int4"),
+    "cpu": ("float32", "float8_e4m3fn", "int8", "int4"),
+}
 
 
 def swept(device: str) -> list[Case]:
@@ -106,16 +109,25 @@ class CaseTensors:
         self.kv_lens = torch.tensor(case.kv_lens, dtype=torch.int32, device=device)
         self.qo_indptr = torch.tensor([0, *case.q_lens], device=device).cumsum(0, dtype=torch.int32)
         self.q = torch.randn(sum(case.q_lens), num_qo_heads, head_dim, dtype=self.dtype, device=device)
-        self.kv = torch.randn(
-            num_pages, 2, PAGE_SIZE, num_kv_heads, head_dim, dtype=self.dtype, device=device
-        ).to(getattr(torch, case.cache) if case.cache else self.dtype)
+        self.layout = "NHD"
+        self.scales: torch.Tensor | None = None  # of K and V, for tokens and heads
+        if case.cache in ("int8", "int4"):  # as vLLM's: the tokens of a head lie together
+            self.layout = "HND"
+            rows = (num_pages, 2, num_kv_heads, PAGE_SIZE)
+            columns = head_dim // 2 if case.cache == "int4" else head_dim
+            numbers = torch.randint(0, 256, (*rows, columns), dtype=torch.uint8, device=device)
+            self.kv = numbers if case.cache == "int4" else numbers.view(torch.int8)
+            self.scales = torch.full(rows, 0.01, device=device).transpose(2, 3)
+        else:
+            self.kv = torch.randn(
+                num_pages, 2, PAGE_SIZE, num_kv_heads, head_dim, dtype=self.dtype, device=device
+            ).to(getattr(torch, case.cache) if case.cache else self.dtype)
 
     @property
     def num_bytes(self) -> int:
-        """What attention must read and write: Q, K and V of each request, and the output."""
-        _, num_kv_heads, head_dim = self.case.heads
-        kv = sum(self.case.kv_lens) * 2 * num_kv_heads * head_dim * self.kv.itemsize
-        return kv + 2 * self.q.nbytes
+        """What attention must read and write: Q, K, V and their scales for each request, and the output."""
+        row = self.kv.shape[-1] * self.kv.itemsize + (0 if self.scales is None else self.scales.itemsize)
+        return sum(self.case.kv_lens) * 2 * self.case.heads[1] * row + 2 * self.q.nbytes
 
 
 def ours(batch: CaseTensors) -> tuple[Launch, Launch]:
@@ -125,7 +137,9 @@ def ours(batch: CaseTensors) -> tuple[Launch, Launch]:
     attention = Attention(
         *batch.case.heads,
         dtype=batch.dtype,
-        kv_dtype=batch.kv.dtype,
+        kv_dtype="int4" if batch.case.cache == "int4" else batch.kv.dtype,
+        token_scales=batch.scales is not None,
+        rotation=batch.case.cache == "int4",
         device=batch.device,
         max_rows=batch.q.shape[0],
         max_batch=len(batch.case.q_lens),
@@ -133,7 +147,8 @@ def ours(batch: CaseTensors) -> tuple[Launch, Launch]:
     view = BSRView(
         batch.qo_indptr, PageTable.block_table(batch.block_table, batch.kv_lens, PAGE_SIZE), causal=True
     )
-    cache = KVCache.from_tensor(batch.kv)
+    k_scale, v_scale = (None, None) if batch.scales is None else batch.scales.unbind(1)
+    cache = KVCache.from_tensor(batch.kv, batch.layout, k_scale=k_scale, v_scale=v_scale)
     attention.plan(view)
     return lambda: attention.plan(view), lambda: attention.run(batch.q, cache)
 
@@ -347,9 +362,9 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.repeats < 1:
             raise ValueError(f"--repeats is {arguments.repeats}, must be at least 1")
         torch.manual_seed(0)
-        where = (
-            torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-        )
+        threads = torch.get_num_threads()
+        on_cpu = f"CPU, {threads} thread" + ("s" if threads > 1 else "")
+        where = torch.cuda.get_device_name() if device == "cuda" else on_cpu
         show = show_sweep if arguments.sweep else show_cases
         show(cases, device, where, arguments)
         if arguments.svg:
@@ -410,11 +425,15 @@ def draw_sweep(lines: list[dict[str, Any]], where: str, path: Path) -> None:
     from .picture import new_figure, write
 
     caches = list(dict.fromkeys(line["cache"] for line in lines))
-    figure = new_figure(60 + 380 * len(caches), 340)
+    rows = -(-len(caches) // 2)
+    figure = new_figure(820, 60 + 280 * rows)
     figure.set_layout_engine("constrained")
-    panels = figure.subplots(1, len(caches), squeeze=False, sharex=True, sharey=True)[0]
+    grid = figure.subplots(rows, 2, squeeze=False, sharex=True, sharey=True)
+    panels = grid.flatten()
+    for unused in panels[len(caches) :]:
+        unused.set_axis_off()
     batches, lengths = (sorted({line[name] for line in lines}) for name in ("batch", "kv_len"))
-    for axes, cache in zip(panels, caches, strict=True):
+    for axes, cache in zip(panels, caches, strict=False):
         for number, batch in enumerate(batches):
             points = [
                 (line["kv_len"], 100 * line["share_of_copy"])
@@ -430,7 +449,7 @@ def draw_sweep(lines: list[dict[str, Any]], where: str, path: Path) -> None:
         axes.set_title(f"{cache} cache", fontsize=9)
         axes.set_xlabel("KV tokens of a request", fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel(f"% of a copy's rate ({where})", fontsize=8)
+    figure.supylabel(f"% of a copy's rate ({where})", fontsize=8)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(batches), frameon=False)
     write(figure, path, "svg")

@@ -189,13 +189,13 @@ def test_bench_sweeps_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["bench", "--device", "cpu", "--sweep", *options]) == 0
     said = capsys.readouterr().out
     result = json.loads(files[0].read_text())
-    assert [line["cache"] for line in result["lines"]] == ["float32", "float8_e4m3fn"]
-    for line, size in zip(result["lines"], (4, 1), strict=True):
-        num_bytes = 4 * 512 * 2 * 2 * 64 * size + 2 * 4 * 8 * 64 * 4
+    assert [line["cache"] for line in result["lines"]] == ["float32", "float8_e4m3fn", "int8", "int4"]
+    for line, row in zip(result["lines"], (4 * 64, 64, 64 + 4, 32 + 4), strict=True):
+        num_bytes = 4 * 512 * 2 * 2 * row + 2 * 4 * 8 * 64 * 4
         assert line["gb_per_s"] == pytest.approx(num_bytes / line["us"] / 1e3)
         assert line["share_of_copy"] == pytest.approx(line["gb_per_s"] / result["copy_gb_per_s"])
         assert line["case"] in said
-    assert "float8_e4m3fn cache" in files[1].read_text()
+    assert all(f"{cache} cache" in files[1].read_text() for cache in bench.SWEPT_CACHES["cpu"])
 
 
 @pytest.mark.parametrize("device", bench.SWEPT_CACHES)
