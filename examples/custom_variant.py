@@ -2,6 +2,7 @@
 T5, arXiv 1910.10683).
 
     python examples/custom_variant.py
+    python examples/custom_variant.py --plot heads.png
 
 1. The idea is two Python functions. 2. Autograd learns the bias through plain PyTorch. 3. A picture shows
 the attention of each head before and after. 4. The variant is compared with float64 on a CPU. 5. It serves
@@ -11,10 +12,12 @@ prompts of different lengths, then decodes, from a paged cache. For a GPU only `
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import llama
 import torch
+from packages import require
 from torch import Tensor
 
 from attn_backend import Attention, BSRView, KVCache, PageTable, Variant, append_kv
@@ -105,6 +108,23 @@ def picture(bias: Tensor, tokens: int = 12) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def plot(path: Path, bias: Tensor, tokens: int = 32) -> None:
+    """The same picture as a file: before learning above, after it below."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.4), layout="constrained")
+    grid = figure.subplots(2, HEADS)
+    for row, (when, its_bias) in enumerate((("before", torch.zeros_like(bias)), ("after", bias))):
+        for h, of_head in enumerate(weights(its_bias, tokens)):
+            grid[row, h].imshow(of_head, cmap="Blues", vmin=0, vmax=1)
+            grid[row, h].set_title(f"head {h}, {when} learning", fontsize=8)
+            grid[row, h].set(xticks=[], yticks=[])
+    grid[1, 0].set_xlabel("tokens", fontsize=8)
+    grid[1, 0].set_ylabel("queries", fontsize=8)
+    figure.savefig(path)
+    print(f"wrote {path}")
+
+
 def check(bias: Tensor) -> float:
     """4. Largest difference from float64, for a chunk of 7 queries after 40 tokens, on a CPU."""
     q, k, v = torch.randn(7, HEADS, HEAD_DIM), *torch.randn(2, 47, KV_HEADS, HEAD_DIM)
@@ -167,12 +187,17 @@ def main(argv: list[str] | None = None) -> tuple[Tensor, float, float]:
     )
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
     parser.add_argument("--steps", type=int, default=80, help="training steps (%(default)s)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the heads (needs matplotlib)")
     arguments = parser.parse_args(argv)
+    if arguments.plot:
+        require("matplotlib")
     device = llama.pick_device(arguments.device)
     torch.manual_seed(0)
     print(f"before learning, every token has the same weight:\n{picture(torch.zeros(HEADS, DISTANCES))}\n")
     bias = learn(arguments.steps)
     print(f"\nafter learning, head h looks h + 1 tokens back:\n{picture(bias)}\n")
+    if arguments.plot:
+        plot(arguments.plot, bias)
     print("heads look back by", bias.argmax(1).tolist())
     difference = check(bias)
     print(f"on a CPU, compared with float64: largest difference {difference:.1e}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 
 
 @contextmanager
@@ -20,3 +21,10 @@ def needs(*packages: str, source: str = "") -> Iterator[None]:
             f"error: {error}. This needs {' and '.join(packages)}: "
             f"pip install --upgrade {source or ' '.join(packages)}"
         )
+
+
+def require(*packages: str) -> None:
+    """Before long work whose end needs these packages."""
+    with needs(*packages):
+        for package in packages:
+            import_module(package)

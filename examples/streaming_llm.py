@@ -7,7 +7,7 @@ The default model is SmolLM2-135M, from the hub or from `make demo`.
 
 Generate past the model's context of 8192 tokens.
 
-    python examples/streaming_llm.py --tokens 10000
+    python examples/streaming_llm.py --tokens 10000 --plot loss.png
 
 Use a small random model. It needs no download, and only shows that the example runs.
 
@@ -26,6 +26,7 @@ attention reads it. Dropping a page changes the positions of all later tokens, a
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +34,7 @@ import decode_step
 import llama
 import torch
 from decode_step import SMALL, VICUNA_13B, DecodeStep, Shape
+from packages import require
 from torch import Tensor
 
 from attn_backend import Attention, BSRView, KVCache, PageTable, Rotary, append_kv, rotate_qk
@@ -97,19 +99,37 @@ class Stream:
 
 def losses(
     model: llama.Llama, device: str, tokens: list[int], window: int, keep_sinks: bool, every: int
-) -> list[float]:
-    """Mean negative log-likelihood of each `every` tokens of a text."""
+) -> Iterator[float]:
+    """Mean negative log-likelihood of each `every` tokens of a text, as soon as they are read."""
     stream = Stream(model, device, window, keep_sinks)
-    of_tokens = []
+    waiting = torch.empty(0, device=device)
     for begin in range(0, len(tokens) - 1, PAGE_SIZE):
         piece = tokens[begin : begin + PAGE_SIZE]
         targets = torch.tensor(tokens[begin + 1 : begin + 1 + PAGE_SIZE], device=device)
-        of_tokens.append(
-            torch.nn.functional.cross_entropy(
-                stream.feed(piece)[: len(targets)].float(), targets, reduction="none"
-            )
-        )
-    return [float(part.mean()) for part in torch.cat(of_tokens).split(every)]
+        logits = stream.feed(piece)[: len(targets)].float()
+        waiting = torch.cat([waiting, torch.nn.functional.cross_entropy(logits, targets, reduction="none")])
+        while len(waiting) >= every:
+            yield float(waiting[:every].mean())
+            waiting = waiting[every:]
+    if len(waiting):
+        yield float(waiting.mean())
+
+
+def plot(path: Path, curves: dict[str, list[float]], every: int, window: int) -> None:
+    """The loss along the text, a line for each cache."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for (name, curve), color in zip(curves.items(), ("C3", "gray"), strict=True):
+        axes.plot([every * (i + 1) for i in range(len(curve))], curve, color=color, marker="o", label=name)
+    axes.set_xlabel(f"tokens of the text; the cache keeps {PAGE_SIZE} + {window}")
+    axes.set_ylabel("mean loss")
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path)
+    print(f"wrote {path}")
 
 
 def generate(model: llama.Llama, device: str, prompt: list[int], window: int, count: int) -> list[int]:
@@ -231,6 +251,7 @@ def main(argv: list[str] | None = None) -> None:
         default=Path(argparse.__file__),
         help="a long text; default: a module of Python's library",
     )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses (needs matplotlib)")
     parser.add_argument(
         "--benchmark",
         action="store_true",
@@ -240,6 +261,8 @@ def main(argv: list[str] | None = None) -> None:
         "--batch", type=int, default=8, help="with --benchmark: requests in a batch (%(default)s)"
     )
     arguments = parser.parse_args(argv)
+    if arguments.plot:
+        require("matplotlib")
     device = llama.pick_device(arguments.device)
     if arguments.benchmark:
         on_gpu = device.startswith("cuda")
@@ -263,11 +286,16 @@ def main(argv: list[str] | None = None) -> None:
         f"{PAGE_SIZE} + {arguments.window} tokens"
     )
     print(f"mean loss of each {every} tokens:")
+    curves: dict[str, list[float]] = {}
     for name, keep_sinks in (("with sinks", True), ("window only", False)):
-        print(
-            f"  {name:12}",
-            *(f"{loss:6.2f}" for loss in losses(model, device, tokens, arguments.window, keep_sinks, every)),
-        )
+        print(f"  {name:12}", end="", flush=True)
+        curves[name] = []
+        for loss in losses(model, device, tokens, arguments.window, keep_sinks, every):
+            print(f" {loss:6.2f}", end="", flush=True)
+            curves[name].append(loss)
+        print()
+    if arguments.plot:
+        plot(arguments.plot, curves, every, arguments.window)
     print(
         "continues with:",
         repr(model.decode(generate(model, device, tokens[-2 * arguments.window :], arguments.window, 16))),

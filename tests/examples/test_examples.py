@@ -110,9 +110,13 @@ def test_streaming_cache_stays_constant_and_full_attention_is_its_limit(example:
 
 @pytest.mark.slow
 @of("streaming_llm")
-def test_streaming_main(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    example.main(["--device", "cpu", "--model", "random", "--tokens", "160", "--window", "64"])
+def test_streaming_main(example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "loss.svg"
+    options = ["--model", "random", "--tokens", "160", "--window", "64", "--plot", str(plot)]
+    example.main(["--device", "cpu", *options])
     assert "with sinks" in capsys.readouterr().out
+    assert "window only" in plot.read_text()
     rows = example.benchmark(example.SMALL, "cpu", [64], 2)
     assert rows[0][0] == 64
     assert min(rows[0][1:]) > 0
@@ -216,8 +220,11 @@ def test_a_tree_shares_what_paths_have_in_common(example: ModuleType) -> None:
 
 @pytest.mark.slow
 @of("custom_variant")
-def test_custom_variant(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    bias, difference, served = example.main(["--device", "cpu", "--steps", "24"])
+def test_custom_variant(example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "heads.svg"
+    bias, difference, served = example.main(["--device", "cpu", "--steps", "24", "--plot", str(plot)])
+    assert "head 3, after learning" in plot.read_text()
     assert example.picture(bias) in capsys.readouterr().out
     seen = example.weights(bias, 12)
     assert [seen[h, 6:].argmax(1).tolist() for h in range(4)] == [
