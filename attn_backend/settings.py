@@ -67,8 +67,8 @@ class Settings(BaseModel):
         _DEQUANTIZED_MIB,
         ge=0,
         le=_MAX_DEQUANTIZED_MIB,
-        description="MiB of each workspace on Hopper for a 16-bit copy of what prompts read from an 8-bit "
-        "cache; a prompt that finds no room there is slower",
+        description="MiB of each workspace on Hopper for a 16-bit copy of what prompts read from an 8-bit or "
+        "4-bit cache; a prompt that finds no room there is slower",
     )
     dump: Annotated[Path | None, BeforeValidator(_none_if_empty)] = Field(
         None,

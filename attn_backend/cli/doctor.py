@@ -367,9 +367,12 @@ def _unset(variables: Iterable[str]) -> Iterator[None]:
 def settings() -> list[tuple[str, str, str]]:
     """Every environment variable of this package: name, value and meaning."""
     described = [(PREFIX + name.upper(), field) for name, field in Settings.model_fields.items()]
-    defaults = {True: "1 (default)", False: "0 (default)"}
+
+    def default(value: object) -> str:
+        return f"{int(value)} (default)" if isinstance(value, int) else "(not set)"
+
     return [
-        (name, os.environ.get(name) or defaults.get(field.default, "(not set)"), field.description or "")
+        (name, os.environ.get(name) or default(field.default), field.description or "")
         for name, field in described
     ]
 

@@ -101,7 +101,7 @@ def _install(device: torch.device, vllm_config: Any) -> bool:
     for owner, name, replacement in replacements:
         _originals.append((owner, name, getattr(owner, name)))
         setattr(owner, name, replacement)
-    logger.info("attn_backend samples, in the place of vLLM's own sampler")
+    logger.info("attn_backend samples instead of vLLM's own sampler")
     return True
 
 
