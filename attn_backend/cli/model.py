@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ..adapters.checkpoint import PARTLY, REFUSED, SERVED, Checkpoint, Verdict
 from ..adapters.served import number_ranges
+from ..jit.manifest import SHIPPED_HEAD_DIMS
 from ..releases import RELEASES, installed_release, was_checked
 from .console import print_table
 
@@ -75,13 +76,22 @@ def judge(
     """
     rules = import_module(f"attn_backend.adapters.{engine}.rules")
     verdict: Verdict = rules.judge(model, device, options or {}, release)
-    is_installed = release == installed_release(engine)
-    if verdict.answer != REFUSED and is_installed and not has_class(engine, model.architecture):
-        note = (
+    if verdict.answer == REFUSED:
+        return verdict
+    notes = []
+    if release == installed_release(engine) and not has_class(engine, model.architecture):
+        notes.append(
             f"{engine} {release} has no class {model.architecture}. It may fall back to transformers' code."
         )
-        return replace(verdict, notes=(note,))
-    return verdict
+    others = {layer.heads for layer in model.layers if layer.index in verdict.ours}
+    others.difference_update(SHIPPED_HEAD_DIMS["standard"])
+    if device == "cuda" and others:
+        heads = ", ".join(str(dims).replace("_", "/") for dims in sorted(others))
+        notes.append(
+            f"The wheel has no kernels for heads of {heads}. They are compiled at the first start, which "
+            "needs nvcc."
+        )
+    return replace(verdict, notes=(*verdict.notes, *notes))
 
 
 def engines(chosen: str | None, release: str | None) -> list[tuple[str, str]]:

@@ -361,6 +361,15 @@ def test_older_releases() -> None:
     assert not releases.is_before("0.33.0rc1", "0.32.0")
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "device", "is_told"), [(80, "cuda", True), (80, "cpu", False), (96, "cuda", False)]
+)
+def test_heads_whose_kernels_are_compiled_are_told(head_dim: int, device: str, is_told: bool) -> None:
+    checkpoint = Checkpoint(configs.LLAMA_3 | {"head_dim": head_dim})
+    notes = model.judge(checkpoint, "vllm", NEWEST["vllm"], device).notes
+    assert any("no kernels for heads of 80" in note and "needs nvcc" in note for note in notes) == is_told
+
+
 def test_classes_that_the_installed_engine_lacks_are_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, saved: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
