@@ -60,8 +60,6 @@ struct TmaParams {
   }
 };
 
-static_assert(offsetof(TmaParams, v_packed) == offsetof(TmaParams, k) + 3 * sizeof(TensorMap), "cache_map()");
-
 /// The arguments of kernels of MLA's latents, whose Q may be two tensors. Maps `q` and `q_row` describe the columns
 /// that V also has, the maps below the others.
 struct LatentTmaParams : TmaParams {

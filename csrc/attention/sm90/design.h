@@ -11,6 +11,7 @@ namespace attn::sm90 {
 
 static_assert(offsetof(TmaParams, attention) + offsetof(AttentionParams, q) <= 192,
               "what a CTA reads first: the arguments begin 192 bytes before the end of a line");
+static_assert(offsetof(TmaParams, v_packed) == offsetof(TmaParams, k) + 3 * sizeof(TensorMap), "cache_map()");
 
 constexpr KernelCosts kCosts{
     .kv_tile = {6, 6, 7, 9, 12, 6, 6, 8, 9, 12},
