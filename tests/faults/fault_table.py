@@ -1082,7 +1082,7 @@ FAULTS = (
         "csrc/attention/feed/kv_copiers.cuh",
         "packed ? 2 * i + (share.first_token != 0 ? 1 : 0) : i",
         "packed ? 2 * i : i",
-        INT4_KERNELS,
+        ("tests/csrc/test_token_scale_kernels.py", "-k", "one_head_after_another and 128"),
     ),
     Fault(
         "boxes: the lanes of a later tile load their box again",
