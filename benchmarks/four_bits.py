@@ -11,16 +11,15 @@ python -m benchmarks.four_bits [--case TEXT ...] [--repeats N] [--json FILE] [--
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 
-from attn_backend import Attention, BlockScales, KVCache, append_kv
+from attn_backend import BlockScales, KVCache, append_kv
 from benchmarks.batches import LARGEST_ERROR, Batch, ours, reference, relative_error
 from benchmarks.cases import Case
+from benchmarks.fp8 import attends, quantised, widened
 from benchmarks.fp8 import cases as cases_of_fp8
-from benchmarks.fp8 import quantised, widened
 from benchmarks.lines import measure_lines
 from benchmarks.peers import Run
 from benchmarks.report import number, options, ratio, table
@@ -29,7 +28,7 @@ from benchmarks.timing import Machine, Timer, start
 Format = Literal["int4", "nvfp4", "fp4_mx_block16"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 COLUMNS = ("floor", "bf16", "fp8", *FORMATS)
-LARGEST_FOUR_BIT_ERROR = 0.3
+LARGEST_FOUR_BIT_ERROR = 0.2
 NVFP4_FACTOR = 1 / 256
 
 
@@ -64,25 +63,6 @@ def in_four_bits(batch: Batch, name: Format) -> KVCache:
     return kv
 
 
-def attends(batch: Batch, name: Format) -> Run:
-    """Ours over this format."""
-    case, kv = batch.case, in_four_bits(batch, name)
-    attention = Attention(
-        case.num_qo_heads,
-        case.num_kv_heads,
-        case.head_dim,
-        kv_dtype=name,
-        token_scales=True,
-        rotation=name == "int4",
-        device=kv.device,
-        max_rows=len(batch.q),
-        max_batch=len(case.kv_lens),
-    )
-    attention.plan(batch.view)
-    out = torch.empty_like(batch.q)
-    return partial(attention.run, batch.q, kv, out=out)
-
-
 def measure(case: Case, timer: Timer, machine: Machine) -> dict[str, Any]:
     """One line of the table; times in µs."""
     batch = Batch.make(case)
@@ -96,7 +76,10 @@ def measure(case: Case, timer: Timer, machine: Machine) -> dict[str, Any]:
     runs: dict[str, Run] = {
         "bf16": ours(batch).run,
         "fp8": widened(batch, cache),
-        **{name: attends(batch, name) for name in FORMATS},
+        **{
+            name: attends(batch, in_four_bits(batch, name), kv_dtype=name, rotation=name == "int4")
+            for name in FORMATS
+        },
     }
     line: dict[str, Any] = {"case": case.name, "floor": floor_bytes(case) / machine.bandwidth * 1e6}
     for (name, run), time in zip(runs.items(), timer.together(list(runs.values())), strict=True):

@@ -120,18 +120,17 @@ def widened(batch: Batch, cache: torch.Tensor, of_heads: bool = False, float8_q:
     return attends(batch, KVCache.from_tensor(cache, k_scale=k_scale, v_scale=v_scale), float8_q)
 
 
-def attends(batch: Batch, kv: KVCache, float8_q: bool = False) -> Run:
-    """Ours over `kv`."""
+def attends(batch: Batch, kv: KVCache, float8_q: bool = False, **options: Any) -> Run:
+    """Ours over `kv`. options: others of Attention."""
     case = batch.case
     room: dict[str, Any] = {"device": kv.device, "max_rows": len(batch.q), "max_batch": len(case.kv_lens)}
     attention = Attention(
         case.num_qo_heads,
         case.num_kv_heads,
         case.head_dim,
-        kv_dtype=kv.dtype,
         q_dtype=FLOAT8 if float8_q else None,
         token_scales=kv.has_token_scales,
-        **room,
+        **({"kv_dtype": kv.dtype} | room | options),
     )
     attention.plan(batch.view)
     out = torch.empty_like(batch.q)

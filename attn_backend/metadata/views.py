@@ -1,4 +1,4 @@
-"""What a plan is made from: page tables, BSR views of them, and compositions of views.
+"""The inputs of a plan: page tables, BSR views of them, and compositions of views.
 
 The classes check the structure of their tensors. values.py checks the values.
 """

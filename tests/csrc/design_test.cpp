@@ -52,13 +52,14 @@ struct Launched {
 
 Launched launch_sm90(const attn::LatentAttentionParams& params, bool is_ragged, attn::HeadDims dims = kHeadDim,
                      attn::DataType kv_dtype = attn::DataType::kBFloat16,
-                     attn::DataType q_dtype = attn::DataType::kBFloat16) {
+                     attn::DataType q_dtype = attn::DataType::kBFloat16, bool is_int4 = false) {
   static const int32_t indices[1] = {};
   attn::PlanLevel level{};
   level.table.indices = is_ragged ? nullptr : indices;
   const attn::KernelCode codes[2] = {{kMemory, 1}, {kMemory, 2}};
-  const attn::LaunchContext context{&level,       1,      attn::DataType::kBFloat16, q_dtype, kv_dtype, dims, codes,
-                                    {kMemory, 3}, encode, attn::bytes_of(kv_dtype),  {}};
+  const attn::KvForm form(attn::bytes_of(kv_dtype), false, is_int4, is_int4);
+  const attn::LaunchContext context{
+      &level, 1, attn::DataType::kBFloat16, q_dtype, kv_dtype, dims, codes, {kMemory, 3}, encode, form, {}};
   attn::KernelArguments arguments;
   encoded.clear();
   const int32_t kernel = attn::sm90::kDesign.make_arguments(params, context, arguments);
@@ -134,6 +135,30 @@ void check_widths() {
   expect_equal(launch_sm90(params, false, attn::HeadDims(576, 512)).params.v_is_k, 0, "V beyond K's first columns");
 }
 
+/// Of int4 caches, two tokens are a row of a box if they lie together and the box keeps eight rows.
+void check_packed() {
+  constexpr int64_t kTokenBytes = 64;
+  const struct {
+    int32_t page_size;
+    bool heads_follow;  // a page has one head after another
+    int32_t pairs, row_bytes, rows;
+  } cases[] = {{16, true, 1, 128, 8}, {64, true, 1, 128, 32}, {8, true, 0, 64, 8}, {16, false, 0, 64, 16}};
+  for (const auto& of : cases) {
+    attn::LatentAttentionParams params = make_params(of.page_size, 4);
+    const int64_t page_stride = of.page_size * kKvHeads * kTokenBytes;
+    params.k = params.v = of.heads_follow
+                              ? attn::KvTensor{kMemory, page_stride, kTokenBytes, of.page_size * kTokenBytes}
+                              : attn::KvTensor{kMemory, page_stride, kKvHeads * kTokenBytes, kTokenBytes};
+    const attn::TmaParams made =
+        launch_sm90(params, false, kHeadDim, attn::DataType::kInt4, attn::DataType::kBFloat16, true).params;
+    expect_equal(made.has_token_pairs, of.pairs, "rows of two tokens");
+    const attn::Tensor4d& v = encoded.back();
+    expect_equal(v.box[0], of.row_bytes, "bytes of a packed row");
+    expect_equal(v.box[1], of.rows, "rows of a packed box");
+    expect_equal(v.sizes[0] * v.sizes[1], of.page_size * kTokenBytes, "bytes of a head's page");
+  }
+}
+
 /// A latent as a cache of one KV head: K's and V's strides of that head differ, and are not used.
 void check_latents() {
   for (const int32_t page_size : {1, 64}) {
@@ -193,6 +218,7 @@ int main() {
   check_caches();
   check_rows();
   check_float8();
+  check_packed();
   check_widths();
   check_latents();
   check_parts_of_q();

@@ -355,7 +355,7 @@ class Float8Case:
         if self.options.get("token_scales"):
             # Zero points of some rows of int4 are far from their numbers.
             largest = 2 if self.dtype == INT4 else 1
-            tolerance = largest * (ROUNDED_TOLERANCE if self.case.spec.dtype == torch.bfloat16 else TOLERANCE)
+            tolerance = largest * ROUNDED_TOLERANCE if self.case.spec.dtype == torch.bfloat16 else TOLERANCE
             tolerances = (tolerance, largest * lse_tolerance_of_rounded_k(self.case.spec))
         elif variant is not None:
             tolerances = (None, lse_tolerance_of_transforms(self.case, variant, self.case.spec.dtype))

@@ -81,10 +81,12 @@ def random_case(
         expected = case.expected(**options)
     else:
         dtype: torch.dtype | str = (torch.float8_e4m3fn, torch.int8, torch.float8_e4m3fn)[form - 1]
-        of_lse *= 2  # rotated Q is rounded, and so is K times its scales
+        base = of_lse
+        if form < 3 and device.type == "cuda":
+            of_lse = 2 * base  # rotated Q is rounded, and so is K times its scales
         spec = spec.with_(strided=spec.strided and device.type == "cpu")
         if form == 1 and seed // 8 % 2:
-            dtype, of_lse = INT4, 2 * of_lse  # zero points of some rows are far from their numbers
+            dtype, of_lse = INT4, 4 * base  # zero points of some rows are far from their numbers
             spec = spec.with_(head_dim=max(spec.head_dim // 32 * 32, 32))
         problem = RotatedCase(spec, device, dtype, *(["token"] * 2 if form < 3 else ["head", "number"]))
         case, made, expected = problem.case, problem.options, problem.expected(**options)

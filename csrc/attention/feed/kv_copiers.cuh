@@ -4,8 +4,8 @@
 // - RowCopier: cp.async gathers rows from all other caches. Their pages have fewer than 8 tokens and are not
 //   consecutive, or their strides are no multiple of 16 bytes.
 //
-// look_up() starts to read the page table for an item. found() returns where the next tile is, and starts to read the
-// entries of later tiles. copy() runs when the ring has room.
+// look_up() starts to read the page table for an item. found() returns the next tile's place in the cache. It also
+// starts to read the entries of later tiles. copy() runs when the ring has room.
 //
 // If the producer dequantizes tiles in place (dequantizer.cuh), copy() spreads a tile over the memory of its 16-bit
 // form. A stored block becomes two blocks, and copy() writes it to the second one.

@@ -23,9 +23,12 @@ struct TmaParams {
   int32_t has_row_maps;  // 0: maps `o` and `q` describe nothing; the largest row tiles are gathered, and all are stored
                          // row by row
   int32_t has_one_row_map;  // 0: map `q_row` describes nothing; smaller row tiles are gathered
-  int32_t has_dequantized;  // 0: this run ignores the plan's places in DequantizedKv; it has filled none
-  int32_t v_is_k;           // V's columns are the first of K's, in the same memory; read by kernels of wide heads
-  int32_t has_token_pairs;  // a row of maps `k_packed` and `v_packed` is two tokens
+  /// 0: this run has filled no DequantizedKv, and ignores the plan's places there.
+  int32_t has_dequantized;
+  /// V's columns are the first of K's, in the same memory. Only kernels of wide heads read it.
+  int32_t v_is_k;
+  /// 1: a row of maps `k_packed` and `v_packed` holds two tokens; 0: one.
+  int32_t has_token_pairs;
   AttentionParams attention;
   TensorMap k;
   TensorMap v;

@@ -116,9 +116,8 @@ struct Int4Query {
 /// eight. Of each 32 columns of O it holds columns 4g to 4g + 3: product i of two has columns i and i + 2, in its rows
 /// g and g + 8.
 ///
-/// zeros: probabilities times zero points, summed. Maxima are of score * scale + log2(weight). Sums are of exp2(score *
-/// scale - maximum), over this lane's tokens. `scale` is above 0, and makes a score a
-/// logarithm to base 2.
+/// zeros: probabilities times zero points, summed. Maxima are of score * scale + log2(weight). Sums are of
+/// exp2(score * scale - maximum), over this lane's tokens. `scale` is above 0, and makes a score a logarithm to base 2.
 template <int kEights, int kColumns>
 struct Int4State {
   static constexpr int kProducts = kColumns / 16;
@@ -307,7 +306,8 @@ struct Int4Decode {
       return KvTileStart{token + tiles * Walk::kStep, false};
   }
 
-  /// The warpgroup's part of a stage. It never waits for the other's.
+  /// The warpgroup's part of a stage. It does not wait for the other part. All warps meet at the end of such an item:
+  /// no barrier is a phase behind when a later item needs both parts.
   __device__ __forceinline__ static Place own_part(Place place) {
     place.index += warpgroup();
     return place;

@@ -175,7 +175,7 @@ struct alignas(kWarps < 4 ? 8 : 16) OfWarps {
 
 /// A row whose states several warps have.
 struct MergedRow {
-  float base;  // what the sum is relative to, to base 2
+  float base;  // the sum's base: it is of exp2(score - base)
   float sum;
   float factor;      // normalizes the output of the calling warp
   RowEnd with_sink;  // of a target with sinks

@@ -1,6 +1,7 @@
-"""Layers over caches with scales for each token and head: the bytes of a page, and attention compared with
-float64 over the stored values. --kv-cache-dtype is int8_per_token_head, fp8_per_token_head,
-int4_per_token_head or nvfp4.
+"""Layers over caches with scales for each token and head: --kv-cache-dtype int8_per_token_head,
+fp8_per_token_head, int4_per_token_head and nvfp4.
+
+Tests check the bytes of a page, and compare attention with float64 over the stored values.
 """
 
 from __future__ import annotations
