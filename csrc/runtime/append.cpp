@@ -255,6 +255,7 @@ ATTN_ARGUMENTS(AppendKvRoundedArguments, APPEND_KV_ROUNDED_ARGUMENTS);
 
 void append_qkv(const AppendQkvArguments& given) {
   const TensorView &q = given.q, &k = given.k, &k_cache = given.k_cache;
+  if (is_same_device(k.device(), k_cache.device())) check_device("q", q, k.device());
   const DLDevice device = q.device();
   const DataType dtype = heads_dtype("q", q);
   QkvParams params{};

@@ -54,11 +54,13 @@ Struct unpack(const tvm::ffi::Bytes& bytes) {
   return value;
 }
 
+inline bool is_same_device(DLDevice a, DLDevice b) {
+  return a.device_type == b.device_type && (a.device_type == kDLCPU || a.device_id == b.device_id);
+}
+
 inline void check_device(const char* name, const TensorView& tensor, DLDevice device) {
-  const DLDevice was = tensor.device();
-  const bool same =
-      was.device_type == device.device_type && (was.device_type == kDLCPU || was.device_id == device.device_id);
-  if (!same) refuse(std::string(name) + ".device", device_name(was), device_name(device));
+  if (!is_same_device(tensor.device(), device))
+    refuse(std::string(name) + ".device", device_name(tensor.device()), device_name(device));
 }
 
 /// Whether the process has memory at an address.

@@ -137,6 +137,17 @@ def test_what_is_wrong_is_named(changed: dict[str, Any], message: str) -> None:
         append_qkv(*arguments, **options)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("argument", ["q", "k", "v", "slots"])
+def test_a_tensor_on_another_device_is_named(argument: str) -> None:
+    (q, k, v, kv, slots), _ = problem()
+    tensors = {"q": q, "k": k, "v": v, "slots": slots}
+    on_gpu: dict[str, Any] = {name: tensor.cuda() for name, tensor in tensors.items()}
+    on_gpu |= {"kv": KVCache.from_pair(kv.k.cuda(), kv.v.cuda()), argument: tensors[argument]}
+    with pytest.raises(ValueError, match=rf"^{argument}.device is cpu, must be cuda:0"):
+        append_qkv(**on_gpu)
+
+
 def test_a_rotary_is_a_table() -> None:
     for wrong in (torch.zeros(()), torch.zeros(1, 2, 3), [1.0]):
         with pytest.raises(ValueError, match=r"table is .*, must be a tensor"):
