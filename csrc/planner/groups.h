@@ -84,6 +84,8 @@ ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, uint32_t&
     group.kv_len = capacity - table.page_size + last_page_len;
   }
   group.tile_begin = 0;
+  group.dequantized_row = -1;
+  group.dequantized_token = 0;
   group.level = place.level;
   // A row's arithmetic depends on the kind of its row tile, and how many rows a prompt's chunk has depends on the
   // batch: all of them use the same kind.
@@ -148,19 +150,21 @@ ATTN_HD int32_t count_row_tiles(const ScheduleConfig& config, const RowGroup& gr
   return row_tiles_of(packed_rows_of(config, group.qo_len), group.kind);
 }
 
-/// Sets the first of a row group's tokens that belong in DequantizedKv. Returns how many rows they take there; 0: the
-/// row group has too few rows for that.
-ATTN_HD int64_t choose_dequantized(const PlanParams& p, RowGroup& group) {
+/// The tokens of a row group that belong in DequantizedKv.
+struct DequantizedTokens {
+  int32_t first;
+  int64_t num_rows;  // that they take there; 0: the row group has too few rows of Q
+};
+
+ATTN_HD DequantizedTokens dequantized_tokens_of(const PlanParams& p, const RowGroup& group) {
   const ScheduleConfig& config = p.config;
-  group.dequantized_row = -1;
-  group.dequantized_token = 0;
-  if (config.dequantized_tokens == 0 || packed_rows_of(config, group.qo_len) < config.min_dequantized_rows) return 0;
+  if (packed_rows_of(config, group.qo_len) < config.min_dequantized_rows) return DequantizedTokens{0, 0};
   const int32_t offset = group.kv_len - group.qo_len;
   const TokenRange seen =
       p.levels[group.level].visibility.seen_by_any(offset, offset + group.qo_len - 1, TokenRange{0, group.kv_len});
   // A row tile's first KV tile may begin before the first token that its rows see.
-  group.dequantized_token = p.kv_tile.divide(clamp(seen.begin, 0, group.kv_len)) * config.kv_tile;
-  return ceil_div<int64_t>(group.kv_len - group.dequantized_token, kDequantizedRows) * kDequantizedRows;
+  const int32_t first = p.kv_tile.divide(clamp(seen.begin, 0, group.kv_len)) * config.kv_tile;
+  return DequantizedTokens{first, ceil_div<int64_t>(group.kv_len - first, kDequantizedRows) * kDequantizedRows};
 }
 
 /// Narrows `range`, in tokens of the row group, to what any of its rows [first, last] sees.

@@ -87,38 +87,47 @@ ATTN_STEP void read_groups(PlanContext<Threads>& c) {
   if (p.num_levels > 1 || p.levels[0].rows != nullptr) link_rows(c);
 }
 
-/// Counts the row tiles of row groups, and places the tokens of long ones in DequantizedKv, as far as there is room.
+/// Counts the row tiles of row groups.
 template <class Threads>
 ATTN_STEP void count_tiles(PlanContext<Threads>& c) {
   const ScheduleConfig& config = c.p.config;
-  int64_t totals[] = {0, 0};  // row tiles, rows of DequantizedKv
-  Threads::sync();            // all row groups are written
+  int64_t num_tiles = 0;
+  Threads::sync();  // all row groups are written
   for_each_together<Threads>(c.planned.num_groups, [&](int32_t g) {
     RowGroup group{};
-    int64_t dequantized = 0;
     if (g < c.planned.num_groups) {
       group = c.p.schedule.groups[g];
-      dequantized = choose_dequantized(c.p, group);
       if (group.kind == config.max_kind && group.qo_len > 0) c.shared.has_largest_tiles = 1;
     }
-    int64_t begin[] = {count_row_tiles(config, group), dequantized};
-    Threads::running_sums(c.shared, begin, totals);
-    if (g >= c.planned.num_groups) return;
-    const bool has_room = dequantized > 0 && begin[1] + dequantized <= config.dequantized_tokens;
-    RowGroup& placed = c.p.schedule.groups[g];
-    c.tile_begin[g] = placed.tile_begin = static_cast<int32_t>(begin[0]);
-    placed.dequantized_row = has_room ? static_cast<int32_t>(begin[1]) : -1;
-    placed.dequantized_token = group.dequantized_token;
+    const int64_t tile_begin = running_sum<Threads>(c.shared, int64_t{count_row_tiles(config, group)}, num_tiles);
+    if (g < c.planned.num_groups)
+      c.tile_begin[g] = c.p.schedule.groups[g].tile_begin = static_cast<int32_t>(tile_begin);
   });
-  if (totals[0] > config.max_tiles) Threads::report(c.shared.errors, kQoIndptrInvalid);
-  c.planned.num_tiles = static_cast<int32_t>(min_of<int64_t>(totals[0], config.max_tiles));
-  c.planned.dequantized_tokens = static_cast<int32_t>(min_of<int64_t>(totals[1], config.dequantized_tokens));
+  if (num_tiles > config.max_tiles) Threads::report(c.shared.errors, kQoIndptrInvalid);
+  c.planned.num_tiles = static_cast<int32_t>(min_of<int64_t>(num_tiles, config.max_tiles));
+}
+
+/// Places the tokens of long row groups in DequantizedKv, as far as there is room.
+template <class Threads>
+ATTN_STEP void place_dequantized(PlanContext<Threads>& c) {
+  const int64_t room = c.p.config.dequantized_tokens;
+  int64_t num_rows = 0;
+  for_each_together<Threads>(c.planned.num_groups, [&](int32_t g) {
+    DequantizedTokens tokens{};
+    if (g < c.planned.num_groups) tokens = dequantized_tokens_of(c.p, c.p.schedule.groups[g]);
+    const int64_t row = running_sum<Threads>(c.shared, tokens.num_rows, num_rows);
+    if (tokens.num_rows == 0) return;
+    c.p.schedule.groups[g].dequantized_token = tokens.first;
+    if (row + tokens.num_rows <= room) c.p.schedule.groups[g].dequantized_row = static_cast<int32_t>(row);
+  });
+  c.planned.dequantized_tokens = static_cast<int32_t>(min_of(num_rows, room));
 }
 
 /// Places the row tiles of all row groups in the list of work, one thread for each tile, and finds the longest pairs.
 template <class Threads>
 ATTN_STEP void place_tiles(PlanContext<Threads>& c) {
   count_tiles(c);
+  if (c.p.config.dequantized_tokens > 0) place_dequantized(c);
   Threads::sync();
   int32_t g = 0;  // the row group that a row tile belongs to
   int32_t longest = -1, longest_small = 0;

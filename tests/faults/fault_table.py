@@ -283,15 +283,15 @@ FAULTS = (
     Fault(
         "planner: more row tiles than there is room for are no error",
         "csrc/planner/steps.h",
-        "  if (totals[0] > config.max_tiles) Threads::report(c.shared.errors, kQoIndptrInvalid);\n",
+        "  if (num_tiles > config.max_tiles) Threads::report(c.shared.errors, kQoIndptrInvalid);\n",
         "",
         ("tests/csrc/test_device_planner.py", "-k", "room"),
     ),
     Fault(
         "planner: the last long row group ends after the memory of DequantizedKv",
         "csrc/planner/steps.h",
-        "begin[1] + dequantized <= config.dequantized_tokens",
-        "begin[1] < config.dequantized_tokens",
+        "row + tokens.num_rows <= room",
+        "row < room",
         ("tests/csrc/test_planner.py", "-k", "16_bit"),
     ),
     Fault(
