@@ -162,6 +162,7 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
   constexpr bool kToInt4 = kRounding == Rounding::kToInt4, kToFp4 = kRounding == Rounding::kToFp4;
   constexpr bool kTo4Bits = kToInt4 || kToFp4, kQuantizes = kRounding != Rounding::k16Bits;
   constexpr bool kScalesTokens = kRounding == Rounding::kByTokenScales || kToInt4;
+  constexpr bool kTakesHeads = kRotates || kToFp4;  // of K and V, whole, through shared memory
   constexpr int32_t kSize = half_chunk(kKernel);
   constexpr bool kAligned = kKernel != QkvKernel::kGeneral, kNormalizes = kKernel != QkvKernel::kPlain;
   const int32_t lanes = 1 << p.lane_bits;
@@ -236,8 +237,9 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
   [[maybe_unused]] Quantizer quantizers[kGroupHeads];
   using Bytes = typename Conditional<kTo4Bits, FourBitChunk<kSize, kAligned, Quantizer>,
                                      ByteChunk<kSize, kAligned, kScalesTokens>>::Type;
-  if constexpr (kRotates || kToFp4) {
-    if (__any_sync(0xffffffffu, !is_q)) {  // warps with heads of Q only take the path below
+  const bool has_kv = __any_sync(ptx::kAllLanes, !is_q);  // the warp
+  if constexpr (kTakesHeads) {
+    if (has_kv) {
       // A head at a time. It goes through shared memory: the lanes' columns may be any, but rotations and blocks need
       // neighboring ones. Gaps between the chunks avoid bank conflicts.
       constexpr int32_t kColumns = 2 * kSize, kStride = kColumns + 4;
@@ -257,8 +259,9 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
                      element_bytes;
 #pragma unroll
       for (int32_t i = 0; i < kGroupHeads; ++i) {
-        const bool is_there = is_written && i < heads;
+        const bool is_there = is_written && i < heads, writes_kv = is_there && !is_q;
         float halves[kColumns];
+        x[i].opaque();
         if (p.is_interleaved != 0) x[i].deinterleave();
 #pragma unroll
         for (int32_t j = 0; j < kSize / 2; ++j) {
@@ -280,16 +283,21 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
               make_float4(halves[kSize + j], halves[kSize + j + 1], halves[kSize + j + 2], halves[kSize + j + 3]);
         }
         __syncwarp();
-        float plain[kColumns], rotated[kColumns];
+        float rotated[kColumns];
 #pragma unroll
         for (int32_t j = 0; j < kColumns; j += 4) {
           const float4 columns = *four(chunk * kColumns + j);
-          plain[j] = rotated[j] = columns.x;
-          plain[j + 1] = rotated[j + 1] = columns.y;
-          plain[j + 2] = rotated[j + 2] = columns.z;
-          plain[j + 3] = rotated[j + 3] = columns.w;
+          rotated[j] = columns.x;
+          rotated[j + 1] = columns.y;
+          rotated[j + 2] = columns.z;
+          rotated[j + 3] = columns.w;
         }
-        __syncwarp();  // before the next head takes its place
+        __syncwarp();            // before the next head takes its place
+        if (is_q && is_there) {  // in a warp with heads of K, too
+#pragma unroll
+          for (int32_t j = 0; j < kSize; ++j) x[i].words[j] = Element::pack(rotated[2 * j], rotated[2 * j + 1]);
+          x[i].store(reinterpret_cast<uint16_t*>(to), kSize);
+        }
         if constexpr (kRotates) rotate_head(rotated, p.head_dim, chunk * kColumns, lanes);
         if constexpr (kToFp4) {
           constexpr int32_t kBlockLanes = kScaleColumns / kColumns;
@@ -298,7 +306,7 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
           for (int32_t j = 0; j < kColumns; ++j) largest[0] = fmaxf(largest[0], fabsf(rotated[j]));
           over_lanes(largest, kBlockLanes, [](float x, float y) { return fmaxf(x, y); });
           quantizers[i] = Fp4Quantizer(largest[0], is_v ? p.v_factor : p.k_factor, p.scales.element);
-          if (is_there && !is_q && chunk % kBlockLanes == 0)
+          if (writes_kv && chunk % kBlockLanes == 0)
             (is_v ? p.v_token_scales : p.k_token_scales)
                 .write_block(token, group.first_head + i, chunk / kBlockLanes, quantizers[i].scale);
         } else if constexpr (kToInt4) {
@@ -321,11 +329,10 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
           scales[i] = token_scale(largest[0], p.scales.element);
         }
         if constexpr (kScalesTokens) {
-          if (is_there && !is_q && chunk == 0)
+          if (writes_kv && chunk == 0)
             (is_v ? p.v_token_scales : p.k_token_scales).write(token, group.first_head + i, scales[i]);
         }
-        if (!is_there) continue;
-        if (is_quantized) {
+        if (writes_kv && is_quantized) {
           Bytes bytes;
           if constexpr (kTo4Bits) {
 #pragma unroll
@@ -337,11 +344,10 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
               bytes.set(j, rotated[2 * j], rotated[2 * j + 1], divisor, p.scales.element);
           }
           bytes.store(reinterpret_cast<uint8_t*>(to), kSize);
-        } else {
+        } else if (writes_kv) {
 #pragma unroll
           for (int32_t j = 0; j < kSize; ++j)
-            x[i].words[j] = is_q ? Element::pack(plain[2 * j], plain[2 * j + 1])
-                                 : pack_finite<CacheElement>(rotated[2 * j], rotated[2 * j + 1]);
+            x[i].words[j] = pack_finite<CacheElement>(rotated[2 * j], rotated[2 * j + 1]);
           x[i].store(reinterpret_cast<uint16_t*>(to), kSize);
         }
         to += target.head_stride * element_bytes;
@@ -349,11 +355,37 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
       return;
     }
   }
-  if constexpr (kToInt4) {
-    float limits[2 * kGroupHeads];  // of each head: the largest of its numbers, and of their negatives
+  const bool finds_scales = kScalesTokens && !kTakesHeads && has_kv;
+  if (kTakesHeads && !is_q) __builtin_unreachable();
+  if (finds_scales) {
+    if constexpr (kToInt4) {
+      float limits[2 * kGroupHeads];  // of each head: the largest of its numbers, and of their negatives
 #pragma unroll
-    for (int32_t i = 0; i < 2 * kGroupHeads; ++i) limits[i] = minus_infinity();  // lanes without columns keep it
-    if (2 * kSize * chunk < p.head_dim) {
+      for (int32_t i = 0; i < 2 * kGroupHeads; ++i) limits[i] = minus_infinity();  // lanes without columns keep it
+      if (2 * kSize * chunk < p.head_dim) {
+#pragma unroll
+        for (int32_t i = 0; i < kGroupHeads; ++i) {
+          if (p.is_interleaved != 0) x[i].deinterleave();
+#pragma unroll
+          for (int32_t j = 0; j < kSize / 2; ++j) {
+            float a[2], b[2];
+            finish_pairs(i, j, kNormalizes ? factors[i] * p.norm_offset : 0.0f, a, b);
+#pragma unroll
+            for (int32_t k = 0; k < 2; ++k) {
+              limits[2 * i] = fmaxf(limits[2 * i], fmaxf(a[k], b[k]));
+              limits[2 * i + 1] = fmaxf(limits[2 * i + 1], -fminf(a[k], b[k]));
+            }
+          }
+        }
+      }
+      over_lanes(limits, lanes, [](float a, float b) { return fmaxf(a, b); });
+#pragma unroll
+      for (int32_t i = 0; i < kGroupHeads; ++i) {
+        quantizers[i] = Int4Quantizer(-limits[2 * i + 1], limits[2 * i]);
+        scales[i] = quantizers[i].scale.stored();
+      }
+    } else if constexpr (kScalesTokens) {
+      float largest[kGroupHeads] = {};
 #pragma unroll
       for (int32_t i = 0; i < kGroupHeads; ++i) {
         if (p.is_interleaved != 0) x[i].deinterleave();
@@ -361,35 +393,13 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
         for (int32_t j = 0; j < kSize / 2; ++j) {
           float a[2], b[2];
           finish_pairs(i, j, kNormalizes ? factors[i] * p.norm_offset : 0.0f, a, b);
-#pragma unroll
-          for (int32_t k = 0; k < 2; ++k) {
-            limits[2 * i] = fmaxf(limits[2 * i], fmaxf(a[k], b[k]));
-            limits[2 * i + 1] = fmaxf(limits[2 * i + 1], -fminf(a[k], b[k]));
-          }
+          largest[i] = fmaxf(fmaxf(fmaxf(largest[i], fabsf(a[0])), fmaxf(fabsf(a[1]), fabsf(b[0]))), fabsf(b[1]));
         }
       }
+      over_lanes(largest, lanes, [](float a, float b) { return fmaxf(a, b); });
+#pragma unroll
+      for (int32_t i = 0; i < kGroupHeads; ++i) scales[i] = token_scale(largest[i], p.scales.element);
     }
-    over_lanes(limits, lanes, [](float a, float b) { return fmaxf(a, b); });
-#pragma unroll
-    for (int32_t i = 0; i < kGroupHeads; ++i) {
-      quantizers[i] = Int4Quantizer(-limits[2 * i + 1], limits[2 * i]);
-      scales[i] = quantizers[i].scale.stored();
-    }
-  } else if constexpr (kScalesTokens) {
-    float largest[kGroupHeads] = {};
-#pragma unroll
-    for (int32_t i = 0; i < kGroupHeads; ++i) {
-      if (p.is_interleaved != 0) x[i].deinterleave();
-#pragma unroll
-      for (int32_t j = 0; j < kSize / 2; ++j) {
-        float a[2], b[2];
-        finish_pairs(i, j, kNormalizes ? factors[i] * p.norm_offset : 0.0f, a, b);
-        largest[i] = fmaxf(fmaxf(fmaxf(largest[i], fabsf(a[0])), fmaxf(fabsf(a[1]), fabsf(b[0]))), fabsf(b[1]));
-      }
-    }
-    over_lanes(largest, lanes, [](float a, float b) { return fmaxf(a, b); });
-#pragma unroll
-    for (int32_t i = 0; i < kGroupHeads; ++i) scales[i] = token_scale(largest[i], p.scales.element);
   }
 
   const int32_t element_bytes = is_quantized ? 1 : 2;
@@ -415,7 +425,7 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
   for (int32_t i = 0; i < kGroupHeads; ++i) {
     if (i >= heads) return;
     x[i].opaque();
-    if (!kScalesTokens && p.is_interleaved != 0) x[i].deinterleave();
+    if (!finds_scales && p.is_interleaved != 0) x[i].deinterleave();
     const Divisor divisor(is_quantized && !kTo4Bits ? scales[i] : 1.0f);
     const float offset = kNormalizes ? factors[i] * p.norm_offset : 0.0f;
     Bytes bytes;
@@ -450,16 +460,13 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
 }
 
 /// As many CTAs share a multiprocessor as fit without spilled registers.
-constexpr int kRotatingCtasPerSm = kKernelRounding >= Rounding::kToInt4 ? 4 : 5;
 constexpr bool kKernelTakesHeads = kKernelRotates || kKernelRounding == Rounding::kToFp4;  // through shared memory
-constexpr int kPlainCtasPerSm = kKernelTakesHeads                      ? kRotatingCtasPerSm
+constexpr int kPlainCtasPerSm = kKernelTakesHeads                      ? 6
                                 : kKernelRounding == Rounding::k16Bits ? 9
                                 : kKernelRounding == Rounding::kToInt4 ? 7
                                                                        : 8;
-constexpr int kNormedCtasPerSm = kKernelTakesHeads                            ? kRotatingCtasPerSm
-                                 : kKernelRounding < Rounding::kByTokenScales ? 7
-                                                                              : 6;
-constexpr int kGeneralCtasPerSm = kKernelTakesHeads ? kRotatingCtasPerSm : 8;
+constexpr int kNormedCtasPerSm = kKernelTakesHeads ? 5 : kKernelRounding < Rounding::kByTokenScales ? 7 : 6;
+constexpr int kGeneralCtasPerSm = 8;
 
 }  // namespace attn
 

@@ -103,15 +103,16 @@ struct Fp4Quantizer {
     }
   }
 
-  /// Of a number; 0 for NaN.
+  /// Of a number; 0 for NaN. The numbers from 1 on are rounded in their bits, to one bit of a mantissa.
   ATTN_HD uint32_t code(float x) const {
-    constexpr float kMiddles[] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f};  // between code i and i + 1
+    constexpr uint32_t kOne = 0x3f800000u, kQuarter = 0x3e800000u, kThreeQuarters = 0x3f400000u;  // float32's bits
+    constexpr uint32_t kInfinity = 0x7f800000u;
     const uint32_t bits = float_bits(x * reciprocal);
-    const float magnitude = bits_float(bits & 0x7fffffffu);
-    uint32_t code = 0;
-    for (int32_t i = 0; i < 7; ++i)
-      code += magnitude > kMiddles[i] || (magnitude == kMiddles[i] && (ties_away || i % 2 == 1)) ? 1 : 0;
-    return code | (bits >> 31) << 3;
+    const uint32_t magnitude = bits & 0x7fffffffu, sign = bits >> 31 << 3;
+    const uint32_t half = ties_away ? 0x200000u : 0x1fffffu + (bits >> 22 & 1);
+    const uint32_t normal = min_of((magnitude + half) >> 22, (kOne >> 22) + 5) - (kOne >> 22) + 2;
+    const uint32_t subnormal = (magnitude >= kQuarter + (ties_away ? 0 : 1) ? 1 : 0) + (magnitude >= kThreeQuarters);
+    return magnitude > kInfinity ? 0 : (magnitude >= kOne ? normal : subnormal) | sign;
   }
 };
 
