@@ -1,5 +1,6 @@
 """The work between a layer's projection and its attention: norm of the heads of Q and K, rotary embedding,
-append to a bf16 or 8-bit cache (e4m3). Compares `append_qkv` with the peers' kernels.
+append to a bf16 or e4m3 cache, to int8 with a scale for each token and head, and to 4-bit caches (int4 with
+rotated heads). Compares `append_qkv` with the peers' kernels.
 
 Peers, if installed: vLLM (fused_qk_norm_rope or rotary_embedding, then reshape_and_cache_flash), and
 FlashInfer (rope_quantize_fp8_append_paged_kv_cache), which has no norm and also rounds Q to 8 bits. One
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 
 from attn_backend import KVCache, Rotary, append_kv, append_qkv
+from benchmarks.cases import Case
+from benchmarks.four_bits import empty_cache
 from benchmarks.lines import measure_lines
 from benchmarks.peers import vllm_append, vllm_rotate
 from benchmarks.report import asked_peers, number, options, ratio, table
@@ -41,6 +44,8 @@ COLUMNS = (
     "append alone",
 )
 
+TOKEN_SCALED = {"int8": 128 + 4, "int4": 64 + 4, "nvfp4": 64 + 8}  # bytes of a head, without a peer
+
 Rows = Callable[[], torch.Tensor]  # launches and returns Q, [tokens, heads, head_dim]
 
 
@@ -49,14 +54,20 @@ class Line:
     tokens: int
     norm: bool
     cache: torch.dtype = torch.bfloat16
+    form: str = ""  # of TOKEN_SCALED, instead of `cache`
     qo_heads: int = 32
 
     @property
     def name(self) -> str:
         return (
             f"{self.tokens} tokens, {'norm, ' if self.norm else ''}rope, "
-            f"{'' if self.cache == torch.bfloat16 else 'quantise, '}append"
+            f"{'' if self.cache == torch.bfloat16 else 'quantise, '}append{self.form and f' to {self.form}'}"
         )
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of a head of K or V in the cache."""
+        return TOKEN_SCALED[self.form] if self.form else HEAD_DIM * self.cache.itemsize
 
 
 def cos_sin_table(positions: int, head_dim: int, device: torch.device) -> torch.Tensor:
@@ -77,12 +88,16 @@ class Projected:
         self.qkv = torch.randn(line.tokens, heads, HEAD_DIM, dtype=bf16, device=device)
         self.q, self.k, self.v = self.qkv.split([line.qo_heads, KV_HEADS, KV_HEADS], dim=1)
         self.pages = -(-line.tokens // PAGE_SIZE) + 1
-        self.cache = torch.zeros(
-            self.pages, 2, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype=line.cache, device=device
-        )
         self.scale = 1.0 if line.cache == bf16 else SCALE
-        scale = None if line.cache == bf16 else SCALE
-        self.kv = KVCache.from_tensor(self.cache, k_scale=scale, v_scale=scale)
+        if line.form:
+            case = Case(line.form, (), (), line.qo_heads, KV_HEADS, HEAD_DIM, PAGE_SIZE)
+            self.kv = empty_cache(line.form, self.pages, case, device)
+        else:
+            shape = (self.pages, 2, PAGE_SIZE, KV_HEADS, HEAD_DIM)
+            self.cache = torch.zeros(shape, dtype=line.cache, device=device)
+            scale = None if line.cache == bf16 else SCALE
+            self.kv = KVCache.from_tensor(self.cache, k_scale=scale, v_scale=scale)
+        self.rotation = line.form == "int4"
         self.slots = torch.randperm(self.pages * PAGE_SIZE, device=device)[: line.tokens]
         self.positions = torch.randint(POSITIONS, (line.tokens,), device=device)
         self.table = cos_sin_table(POSITIONS, HEAD_DIM, device)
@@ -91,8 +106,8 @@ class Projected:
     @property
     def moved_bytes(self) -> int:
         """Reads and writes: Q, K, V, and their rows of cosines and sines."""
-        of_q, of_kv = self.q.numel(), self.k.numel() + self.v.numel()
-        return 4 * of_q + (2 + self.cache.element_size()) * of_kv + self.line.tokens * HEAD_DIM * 2
+        of_kv = 2 * KV_HEADS * (2 * HEAD_DIM + self.line.head_bytes)
+        return 4 * self.q.numel() + self.line.tokens * (of_kv + HEAD_DIM * 2)
 
     def ours(self) -> Rows:
         rotary = Rotary(self.table)
@@ -106,10 +121,11 @@ class Projected:
             positions=self.positions,
             q_norm=self.weight,
             k_norm=self.weight,
+            rotation=self.rotation,
         )
 
     def append_alone(self) -> Callable[[], None]:
-        return lambda: append_kv(self.k, self.v, self.kv, self.slots)
+        return lambda: append_kv(self.k, self.v, self.kv, self.slots, rotation=self.rotation)
 
     def vllm(self) -> Rows:
         rotate, append = (
@@ -167,6 +183,8 @@ class Projected:
         return lambda: append(**arguments)[0]
 
     def peers(self) -> dict[str, Callable[[], Rows]]:
+        if self.line.form:
+            return {}
         quantises_without_norm = self.line.cache != torch.bfloat16 and not self.line.norm
         return {"vLLM": self.vllm} | ({"FlashInfer": self.flashinfer} if quantises_without_norm else {})
 
@@ -236,10 +254,14 @@ def markdown(lines: list[dict[str, Any]], header: str) -> str:
 
 
 def all_lines() -> list[Line]:
-    dtypes = (torch.bfloat16, torch.float8_e4m3fn)
+    caches = [
+        (torch.bfloat16, ""),
+        (torch.float8_e4m3fn, ""),
+        *((torch.uint8, form) for form in TOKEN_SCALED),
+    ]
     return [
-        Line(tokens, norm, dtype)
-        for dtype in dtypes
+        Line(tokens, norm, dtype, form)
+        for dtype, form in caches
         for tokens in (1, 64, 512, 2048, 8192, 32768)
         for norm in (False, True)
     ]

@@ -42,20 +42,24 @@ def floor_bytes(case: Case) -> int:
     return 2 * (kv + sum(case.qo_lens) * case.num_qo_heads * case.head_dim * 2)
 
 
+def empty_cache(name: str, pages: int, case: Case, device: torch.device) -> KVCache:
+    """A cache of one of FORMATS, or of int8 with a scale for each token and head."""
+    shape = (pages, 2, case.num_kv_heads, case.page_size)
+    columns, dtype = (case.head_dim, torch.int8) if name == "int8" else (case.head_dim // 2, torch.uint8)
+    rows = torch.zeros(*shape, columns, dtype=dtype, device=device).transpose(2, 3)
+    if name in ("int4", "int8"):
+        scales = torch.zeros(shape, device=device).transpose(2, 3)
+        return KVCache.from_pair(rows[:, 0], rows[:, 1], k_scale=scales[:, 0], v_scale=scales[:, 1])
+    scale_dtype, factor = (torch.float8_e4m3fn, NVFP4_FACTOR) if name == "nvfp4" else (torch.uint8, 1.0)
+    blocks = torch.zeros(*shape, case.head_dim // 16, dtype=torch.uint8, device=device)
+    k_scale, v_scale = (BlockScales(x, factor) for x in blocks.view(scale_dtype).transpose(2, 3).unbind(1))
+    return KVCache.from_pair(rows[:, 0], rows[:, 1], k_scale=k_scale, v_scale=v_scale)
+
+
 def in_four_bits(batch: Batch, name: Format) -> KVCache:
     """The batch's cache, appended to one of this format."""
-    case, device = batch.case, batch.cache.device
-    pages = batch.cache.shape[0]
-    shape = (pages, 2, case.num_kv_heads, case.page_size)
-    rows = torch.zeros(*shape, case.head_dim // 2, dtype=torch.uint8, device=device).transpose(2, 3)
-    if name == "int4":
-        scales = torch.zeros(shape, device=device).transpose(2, 3)
-        kv = KVCache.from_pair(rows[:, 0], rows[:, 1], k_scale=scales[:, 0], v_scale=scales[:, 1])
-    else:
-        dtype, factor = (torch.float8_e4m3fn, NVFP4_FACTOR) if name == "nvfp4" else (torch.uint8, 1.0)
-        blocks = torch.zeros(*shape, case.head_dim // 16, dtype=torch.uint8, device=device)
-        k_scale, v_scale = (BlockScales(x, factor) for x in blocks.view(dtype).transpose(2, 3).unbind(1))
-        kv = KVCache.from_pair(rows[:, 0], rows[:, 1], k_scale=k_scale, v_scale=v_scale)
+    case, device, pages = batch.case, batch.cache.device, batch.cache.shape[0]
+    kv = empty_cache(name, pages, case, device)
     for first in range(0, pages, 1024):
         some = batch.cache[first : first + 1024]
         slots = torch.arange(some.shape[0] * case.page_size, device=device) + first * case.page_size

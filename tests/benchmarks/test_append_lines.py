@@ -24,7 +24,7 @@ def few_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lines_have_names_of_their_own() -> None:
-    assert len({line.name for line in all_lines()}) == len(all_lines()) == 24
+    assert len({line.name for line in all_lines()}) == len(all_lines()) == 60
 
 
 def test_floors() -> None:
@@ -34,6 +34,17 @@ def test_floors() -> None:
         Projected(replace(line, cache=E4M3), torch.device("cpu")).moved_bytes
         == 4 * of_q + 3 * of_kv + 40 * 256
     )
+
+
+@pytest.mark.parametrize("form", append.TOKEN_SCALED)
+def test_caches_without_a_peer(form: str) -> None:
+    line = append.measure(Line(40, False, torch.uint8, form), OneMoreEach(), MACHINE, "cpu")  # type: ignore[arg-type]
+    assert (line["ours"], line["append alone"], line["vLLM"]) == (1.0, 2.0, None)
+    projected = Projected(Line(40, False, torch.uint8, form), torch.device("cpu"))
+    projected.ours()()
+    assert projected.kv.k.view(torch.uint8).any()
+    assert projected.kv.v.view(torch.uint8).any()
+    assert form in append.markdown([line], "header")
 
 
 @pytest.mark.parametrize("cache", [torch.bfloat16, E4M3])
