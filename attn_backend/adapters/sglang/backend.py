@@ -31,7 +31,7 @@ from attn_backend import Attention, KVCache, append_kv
 from attn_backend.adapters.layers import LayerSpec
 from attn_backend.adapters.metrics import export_counts, log_start
 from attn_backend.adapters.served import warn_if_untried
-from attn_backend.metadata.kv_cache import SCALED_DTYPES, Scale
+from attn_backend.metadata.kv_cache import MXFP4, SCALED_DTYPES, BlockScales, CacheDtype, Scale
 
 from . import compat
 from .mla import append_latents, ask_for_parts, has_latents
@@ -87,7 +87,8 @@ class SGLangAttentionBackend(AttentionBackend):
         self.page_size: int = 1 if is_encoder_decoder else runner.page_size or 1
         self.device: torch.device = self.req_to_token_pool.req_to_token.device
         self.dtype: torch.dtype = runner.dtype
-        self.kv_dtype: torch.dtype = runner.kv_cache_dtype
+        self._is_fp4 = runner.kv_cache_dtype_str == MXFP4
+        self.kv_dtype: CacheDtype = MXFP4 if self._is_fp4 else runner.kv_cache_dtype
         # SGLang reads it when it makes masks
         self.max_context_len: int = runner.model_config.context_len
         self.forward_metadata: Step | None = None  # the name that the engine clears on idle steps
@@ -261,11 +262,15 @@ class SGLangAttentionBackend(AttentionBackend):
             attention.run(q_heads, _new_tokens(k, v, known), out=out_heads, sm_scale=known.sm_scale)
             return out
         # called at every step, because it waits for KV that SGLang is still loading
-        k_buffer, v_buffer = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-        if self._is_float8:
-            kv = known.cache.float8_view(layer, k_buffer, v_buffer, self.page_size, writes=k is not None)
+        if self._is_fp4:
+            raw = compat.raw_kv_buffer(self.token_to_kv_pool, layer.layer_id)
+            kv = known.cache.view(raw[0], raw[1], self.page_size, scales=raw[2:])
         else:
-            kv = known.cache.view(k_buffer, v_buffer, self.page_size)
+            k_buffer, v_buffer = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+            if self._is_float8:
+                kv = known.cache.float8_view(layer, k_buffer, v_buffer, self.page_size, writes=k is not None)
+            else:
+                kv = known.cache.view(k_buffer, v_buffer, self.page_size)
         appended = False
         # save_kv_cache is False if the model's rotary kernel has written k and v already
         if save_kv_cache and k is not None:
@@ -309,7 +314,7 @@ class SGLangAttentionBackend(AttentionBackend):
         if (
             self._copies_to_slots
             and k.dtype == v.dtype
-            and (self._is_float8 or k.dtype in self._appended_dtypes)
+            and (self._is_float8 or self._is_fp4 or k.dtype in self._appended_dtypes)
         ):
             slots = slots.contiguous()  # in a draft step they are a column of a table
             if self._has_latents:
@@ -409,9 +414,14 @@ class LayerCache:
         self._buffers: tuple[Tensor, Tensor] | None = None
         self._addresses: tuple[int, int, int] | None = None
 
-    def view(self, k: Tensor, v: Tensor, page_size: int) -> KVCache:
-        """k: [slots, num_kv_heads, head_dim], v: [slots, num_kv_heads, head_dim_v], of the model's dtype: the
-        same tensors at every step.
+    def view(
+        self, k: Tensor, v: Tensor, page_size: int, scales: tuple[Tensor, Tensor] | None = None
+    ) -> KVCache:
+        """
+        Args:
+            k: [slots, num_kv_heads, head_dim], v: [slots, num_kv_heads, head_dim_v], of the model's dtype:
+                the same tensors at every step.
+            scales: K's and V's in FP4, as compat.raw_kv_buffer() returns all four.
         """
         if (
             self._kv is None
@@ -419,7 +429,9 @@ class LayerCache:
             or k is not self._buffers[0]
             or (v is not self._buffers[1] and not self._makes_v_anew)
         ):
-            self._kv, self._buffers = KVCache.from_slots(k, v, page_size), (k, v)
+            k_scale, v_scale = (None, None) if scales is None else (_blocks(x, k, page_size) for x in scales)
+            self._kv = KVCache.from_slots(k, v, page_size, k_scale=k_scale, v_scale=v_scale)
+            self._buffers = k, v
         return self._kv
 
     def float8_view(
@@ -447,6 +459,16 @@ class LayerCache:
             kv = self._kv = KVCache.from_slots(k, v, page_size, k_scale=scales[0], v_scale=scales[1])
             self._addresses = addresses
         return kv
+
+
+def _blocks(scales: Tensor, rows: Tensor, page_size: int) -> BlockScales:
+    """
+    Args:
+        scales: uint8 [slots, num_kv_heads * head_dim / 16].
+        rows: of these slots in FP4, [slots, num_kv_heads, head_dim / 2].
+    """
+    pages = len(scales) // page_size
+    return BlockScales(scales[: pages * page_size].view(pages, page_size, rows.shape[1], -1))
 
 
 def quantize(x: Tensor, scale: Tensor | float | None, dtype: torch.dtype) -> Tensor:

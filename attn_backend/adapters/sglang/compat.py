@@ -10,8 +10,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attn_backend.adapters.served import is_ours
+from attn_backend.metadata.kv_cache import MXFP4
 
 NAME = "attn_backend"  # of --attention-backend and --sampling-backend
 
@@ -194,10 +196,11 @@ def shared_reads_end_after_replay() -> Any:
 
 
 def copies_to_slots(pool: Any) -> bool:
-    """Whether this pool's set_kv_buffer only copies K and V of the pool's dtype to their slots.
+    """Whether append_kv may replace this pool's set_kv_buffer, which only copies K and V of the pool's dtype
+    to their slots, or rounds them to FP4.
 
-    The slots are rows of get_kv_buffer's tensors. 8-bit floats that a pool stores as uint8 count as its
-    dtype.
+    The slots are rows of get_kv_buffer's tensors, or of raw_kv_buffer's for FP4. 8-bit floats that a pool
+    stores as uint8 count as its dtype.
 
     One difference remains: under SGLANG_ENABLE_ASYNC_ASSERT a pool checks the slots, while `append_kv` skips
     slots outside the cache.
@@ -214,9 +217,28 @@ def copies_to_slots(pool: Any) -> bool:
         )
         and pool.store_dtype == (torch.uint8 if pool.dtype.itemsize == 1 else pool.dtype)
         and getattr(pool, "kv_cache_layout", None) == "nhd"
-        and not getattr(pool, "is_quantized_kv_cache", True)
+        and (not getattr(pool, "is_quantized_kv_cache", True) or holds_fp4(pool))
         and not getattr(pool, "requires_physical_write_loc", False)
     )
+
+
+def holds_fp4(pool: Any) -> bool:
+    """Whether a pool's tensors are those of --kv-cache-dtype fp4_mx_block16.
+
+    The SWAKVPool that SGLang makes with this option is not FP4: it has whole bytes and no scales.
+    """
+    method = pool.get_kv_cache_quant_method()
+    return hasattr(pool, "get_raw_kv_buffer") and getattr(method, "name", None) == MXFP4
+
+
+def raw_kv_buffer(pool: Any, layer_id: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """K, V [slots, num_kv_heads, head_dim / 2] of an FP4 pool, and their scales [slots, num_kv_heads *
+    head_dim / 16], uint8. get_kv_buffer() would dequantize the whole pool.
+    """
+    if pool.layer_transfer_counter is not None:  # as get_kv_buffer() does
+        pool.layer_transfer_counter.wait_until(layer_id - pool.start_layer)
+    raw: tuple[Tensor, Tensor, Tensor, Tensor] = pool.get_raw_kv_buffer(layer_id)
+    return raw
 
 
 def image_spans(forward_batch: Any) -> list[tuple[int, int, int]]:

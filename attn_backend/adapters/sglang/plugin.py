@@ -2,12 +2,12 @@
 
 SGLang's factory of draft backends knows backends by name: a hook adds ours.
 
-SGLang refuses some models and --enable-mis to backends that are missing in its lists of names. This backend
-supports the features behind these checks (sinks, windows, chunks, masks). The lists are local to the
-functions that check, so we cannot add a name. Instead a hook in SGLang's own registry shows such a function,
-while it runs, the name of a listed backend in place of ours. Nothing else reads that name, and the server's
-settings do not change. If a release's checks look different, the hook is not installed, and SGLang keeps
-refusing.
+SGLang refuses some models, --enable-mis and FP4 caches to backends that are missing in its lists of names.
+This backend supports the features behind these checks (sinks, windows, chunks, masks, FP4). The lists are
+local to the functions that check, so we cannot add a name. Instead a hook in SGLang's own registry shows such
+a function, while it runs, the name of a listed backend in place of ours. Nothing else reads that name, and
+the server's settings do not change. If a release's checks look different, the hook is not installed, and
+SGLang keeps refusing.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from contextvars import ContextVar
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from attn_backend.metadata.kv_cache import MXFP4
 from attn_backend.settings import Settings
 
-from . import compat
+from . import compat, rules
 from .compat import NAME
 
 if TYPE_CHECKING:
@@ -179,12 +180,14 @@ class Check(NamedTuple):
         view: "module:function" that returns the settings.
         accepted: a name in the list.
         of_models: whether it checks the model, and accepts models without a list.
+        of_cache: the only --kv-cache-dtype with which ours is replaced; empty: any.
     """
 
     function: str
     view: str
     accepted: str
     of_models: bool
+    of_cache: str = ""
 
 
 _MODULES = "sglang.srt.arg_groups"
@@ -203,6 +206,13 @@ CHECKS = (
             "flashinfer",
             False,
         ),
+        Check(
+            f"{_MODULES}.kv_cache_hook:handle_kv4_compatibility",
+            f"{_MODULES}.kv_cache_hook:resolved_view",
+            "triton",
+            False,
+            MXFP4,
+        ),
     ),
     (
         Check(
@@ -216,6 +226,13 @@ CHECKS = (
             "sglang.srt.server_args:resolved_view",
             "flashinfer",
             False,
+        ),
+        Check(
+            "sglang.srt.server_args:ServerArgs._handle_kv4_compatibility",
+            "sglang.srt.server_args:resolved_view",
+            "triton",
+            False,
+            MXFP4,
         ),
     ),
 )
@@ -269,10 +286,16 @@ def _exists(path: str) -> bool:
 
 def reading(check: Check, name: str) -> Callable[..., Any]:
     def check_with_accepted_name(original: Callable[[Any], Any], server_args: Any) -> Any:
-        if name not in [getattr(server_args, field, None) for field in BACKEND_OPTIONS] or (
-            check.of_models and not _serves(server_args)
+        if (
+            name not in [getattr(server_args, field, None) for field in BACKEND_OPTIONS]
+            or (check.of_models and not _serves(server_args))
+            or (check.of_cache and server_args.kv_cache_dtype != check.of_cache)
         ):
             return original(server_args)
+        if check.of_cache and _model_config(server_args).attention_arch.name == "MLA":
+            from .support import refuse_if  # only now: it imports the engine
+
+            refuse_if(rules.unsupported_fp4_latents())
         with _read_as(name, check.accepted):
             return original(server_args)
 
@@ -291,12 +314,15 @@ def _read_as(name: str, accepted: str) -> Iterator[None]:
 
 def _serves(server_args: Any) -> bool:
     """Whether the model is in SERVED. If SGLang does not know the model yet, its own check decides."""
+    return _model_config(server_args).hf_config.architectures[0] in SERVED
+
+
+def _model_config(server_args: Any) -> Any:
     try:
         overrides = import_module(f"{_MODULES}.model_hook")
-        config = overrides.model_config_of(server_args)
+        return overrides.model_config_of(server_args)
     except (ImportError, AttributeError):
-        config = server_args.get_model_config()
-    return config.hf_config.architectures[0] in SERVED
+        return server_args.get_model_config()
 
 
 def renamed_view(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

@@ -22,7 +22,7 @@ from attn_backend.adapters.checkpoint import (
     refused,
 )
 from attn_backend.jit.manifest import MLA_HEAD_DIMS, HeadDims
-from attn_backend.metadata.kv_cache import SCALED_DTYPES
+from attn_backend.metadata.kv_cache import FOUR_BIT_COLUMNS, MXFP4, SCALED_DTYPES
 from attn_backend.releases import SGLANG_ON_CPU_SINCE, is_before
 
 OTHER_BACKEND = "use another --attention-backend"
@@ -39,7 +39,22 @@ REFUSED_PARALLELISM = {  # what to use instead
     "--attn-cp-size": "another --attention-backend",
 }
 # names that --kv-cache-dtype may have
-_CACHES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
+_CACHES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2", MXFP4)
+_FP4 = f"--kv-cache-dtype {MXFP4}"
+_OTHER_CACHE = "pass --kv-cache-dtype fp8_e4m3"
+# With FP4, SGLang copies rows to these places without their scales.
+NOT_WITH_FP4 = ("--enable-hierarchical-cache", "--enable-lmcache", "--disaggregation-mode")
+# Models whose windows have a separate pool, which SGLang makes without FP4's scales.
+WINDOW_POOLS = (
+    "GptOssForCausalLM",
+    *("GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM", "IQuestQ1ForCausalLM"),
+    "Llama4ForConditionalGeneration",
+    *("MiMoV2ForCausalLM", "MiMoV2FlashForCausalLM"),
+    *("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"),
+    *("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"),
+    *("MellumForCausalLM", "MuseGlimmerForCausalLM", "MuseGlimmerForConditionalGeneration"),
+    *("InklingForConditionalGeneration", "UnlimitedOCRForCausalLM"),
+)
 # causal over images unless their configuration says otherwise
 GEMMA_4 = ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")
 MASKS_OVER_IMAGES = ("Gemma3ForConditionalGeneration", *GEMMA_4)  # models whose masks this backend knows
@@ -72,11 +87,42 @@ def unsupported_kv_dtype(name: str, kv_dtype: torch.dtype, dtype: torch.dtype) -
     """
     model = "" if dtype == torch.bfloat16 else "--dtype bfloat16 "
     advice = f"pass --kv-cache-dtype fp8_e4m3, or {model}--kv-cache-dtype bfloat16"
-    if name == "mxfp8":  # whose dtype is float8_e4m3fn, with scales in another buffer
-        return Refusal("--kv-cache-dtype mxfp8", advice)
-    if kv_dtype in (dtype, *SCALED_DTYPES) or {dtype, kv_dtype} == {torch.bfloat16, torch.float16}:
+    if name in ("mxfp8", "nvfp4"):  # float8_e4m3fn and float4_e2m1fn_x2, with scales in another buffer
+        return Refusal(f"--kv-cache-dtype {name}", advice)
+    if (
+        name == MXFP4
+        or kv_dtype in (dtype, *SCALED_DTYPES)
+        or {dtype, kv_dtype} == {torch.bfloat16, torch.float16}
+    ):
         return None
     return Refusal(f"a KV cache of {kv_dtype} for a model of {dtype}", advice)
+
+
+def unsupported_fp4_latents() -> Refusal:
+    return Refusal(f"{_FP4} for latents", _OTHER_CACHE)
+
+
+def unsupported_fp4_pool(has_window_pool: bool) -> Refusal | None:
+    """
+    Args:
+        has_window_pool: layers with a sliding window have a separate KV pool.
+    """
+    if not has_window_pool:
+        return None
+    return Refusal(f"{_FP4} in a separate KV pool for sliding windows", "pass --disable-hybrid-swa-memory")
+
+
+def unsupported_fp4_heads(heads: HeadDims, device: str) -> Refusal | None:
+    """Why there is no FP4 cache of these heads, or None. SGLang's pool has as many columns of V as of K."""
+    is_stored = heads.qk == heads.v and heads.qk % FOUR_BIT_COLUMNS[MXFP4] == 0
+    if is_stored and (device == "cpu" or not heads.is_wide):
+        return None
+    return Refusal(f"{_FP4} for heads of {heads} columns", _OTHER_CACHE)
+
+
+def unsupported_with_fp4(option: str) -> Refusal:
+    """option: one of NOT_WITH_FP4, which is given."""
+    return Refusal(f"{_FP4} with {option}: SGLang would not move the scales", f"leave out {option}")
 
 
 def unsupported_algorithm(name: str) -> Refusal | None:
@@ -218,6 +264,8 @@ def _refusals(model: Checkpoint, device: str, options: Mapping[str, str], releas
     found += [Refusal(what, OTHER_BACKEND) for what in _latents(model, device) if what is not None]
     found += list(_prompts(model, options))
     found += _of_options(options)
+    if options.get("kv-cache-dtype") == MXFP4:
+        found += _fp4(model, device, options)
     if model.latents is None:
         found += [
             Refusal(f"heads of {heads.qk}/{heads.v} columns", OTHER_BACKEND)
@@ -235,6 +283,21 @@ def _of_options(options: Mapping[str, str]) -> Iterator[Refusal | None]:
     yield from (unsupported_option(option) for option in REFUSED_OPTIONS if option[2:] in options)
     for option in REFUSED_PARALLELISM:
         yield unsupported_ranks(option, integer_option(options, option[2:], 1))
+
+
+def _fp4(model: Checkpoint, device: str, options: Mapping[str, str]) -> Iterator[Refusal | None]:
+    if device == "cpu":  # SGLang's own refusal
+        yield Refusal(f"{_FP4} on a CPU", "pass --kv-cache-dtype auto")
+    if model.latents is not None:
+        yield unsupported_fp4_latents()
+        return
+    has_window_pool = model.architecture in WINDOW_POOLS or bool(model.get("is_hybrid_swa"))
+    yield unsupported_fp4_pool(has_window_pool and "disable-hybrid-swa-memory" not in options)
+    for heads in sorted({layer.heads for layer in model.layers}):
+        yield unsupported_fp4_heads(heads, device)
+    for option in NOT_WITH_FP4:
+        if options.get(option[2:], "null") != "null":
+            yield unsupported_with_fp4(option)
 
 
 def _latents(model: Checkpoint, device: str) -> Iterator[str | None]:

@@ -16,7 +16,9 @@ from torch.nn import Module
 from attn_backend.adapters.checkpoint import Refusal
 from attn_backend.adapters.layers import LayerSpec
 from attn_backend.adapters.served import is_ours, report_layers
+from attn_backend.jit.manifest import HeadDims
 from attn_backend.kernels.attention import MAX_CUDA_INVARIANT_BATCH
+from attn_backend.metadata.kv_cache import MXFP4, CacheDtype
 
 from . import compat, rules
 from .compat import NAME
@@ -31,6 +33,9 @@ _SETTINGS = {  # of options that rules.py names
     "--dllm-algorithm": "exec.dllm.dllm_algorithm",
     "--dcp-size": "parallel.attn_dcp_size",
     "--attn-cp-size": "parallel.attn_cp_size",
+    "--enable-hierarchical-cache": "memory.enable_hierarchical_cache",
+    "--enable-lmcache": "memory.enable_lmcache",
+    "--disaggregation-mode": "disagg.disaggregation_mode",
 }
 
 
@@ -57,6 +62,8 @@ def check_runner(runner: Any) -> None:
     architecture = config.attention_arch
     refuse_if(rules.unsupported_architecture(getattr(architecture, "name", architecture)))
     refuse_if(rules.unsupported_kv_dtype(runner.kv_cache_dtype_str, runner.kv_cache_dtype, runner.dtype))
+    if runner.kv_cache_dtype_str == MXFP4:
+        _check_fp4(runner, device)
     if has_latents(runner):
         unsupported = unsupported_latents(runner)
         if unsupported is not None:
@@ -68,6 +75,19 @@ def check_runner(runner: Any) -> None:
     _check_settings()
     if drafts_in_blocks(runner):
         check_drafts(runner)
+
+
+def _check_fp4(runner: Any, device: str) -> None:
+    if has_latents(runner):
+        refuse_if(rules.unsupported_fp4_latents())
+    refuse_if(rules.unsupported_fp4_pool(isinstance(runner.token_to_kv_pool, SWAKVPool)))
+    if not compat.holds_fp4(runner.token_to_kv_pool):
+        refuse(f"--kv-cache-dtype {MXFP4} in a {type(runner.token_to_kv_pool).__name__}")
+    for layer, _ in attention_layers(runner.model, bool(runner.model_config.is_encoder_decoder)):
+        refuse_if(rules.unsupported_fp4_heads(HeadDims(layer.head_dim, layer.v_head_dim), device))
+    for option in rules.NOT_WITH_FP4:
+        if compat.setting(_SETTINGS[option], None) not in (None, False, "null"):
+            refuse_if(rules.unsupported_with_fp4(option))
 
 
 def wants_spans(runner: Any) -> bool:
@@ -192,7 +212,7 @@ def layer_spec(
     layer: RadixAttention,
     parent: Module | None = None,
     *,
-    kv_dtype: torch.dtype | None,
+    kv_dtype: CacheDtype | None,
     in_window_pool: bool,
     attention_chunk_size: int | None,
     has_spans: bool,
@@ -245,6 +265,7 @@ def layer_spec(
         logits_soft_cap=float(layer.logit_cap or 0.0),
         head_dim_v=None if layer.v_head_dim == layer.head_dim else layer.v_head_dim,
         kv_dtype=None if of_this_step else kv_dtype,
+        token_scales=kv_dtype == MXFP4,
     )
 
 

@@ -129,11 +129,12 @@ class FakeEngine:
                 device,
                 enable_memory_saver=False,
                 v_head_dim=v_head_dim,
+                quant_method=self.quant_method(),
             )
-        for layer_id in range(len(layers)):
-            for buffer in pool.get_kv_buffer(layer_id):
-                buffer.fill_(float("nan"))  # slots that no request wrote must never be read
         self.pool = pool
+        for layer_id in range(len(layers)):
+            for buffer in self.buffers(layer_id):  # slots that no request wrote must never be read
+                buffer.fill_(255 if buffer.dtype == torch.uint8 else float("nan"))
         self.req_to_token_pool = ReqToTokenPool(MAX_REQUESTS, max_tokens, device, enable_memory_saver=False)
         pages = torch.randperm(size // page_size, generator=self.generator) + 1
         slots = (
@@ -144,6 +145,15 @@ class FakeEngine:
             Request(row + 1, [torch.empty(0)] * len(layers), [torch.empty(0)] * len(layers))
             for row in range(MAX_REQUESTS)
         ]
+
+    def quant_method(self) -> Any:
+        """How the pool stores K and V, if a dtype does not say it."""
+        return None
+
+    def buffers(self, layer_id: int) -> tuple[Tensor, ...]:
+        """What the pool stores of a layer."""
+        stored: tuple[Tensor, ...] = self.pool.get_kv_buffer(layer_id)
+        return stored
 
     def share_prefix(self, owner: int, others: list[int]) -> None:
         """Like a radix tree: the other requests begin with all tokens of `owner`, in the same slots."""

@@ -87,7 +87,7 @@ def verify(
 def clear_padding(engine: FakeEngine) -> None:
     """Padded requests write slot 0 and read the slots in row 0 of the table."""
     for layer_id in range(len(engine.model)):
-        for buffer in engine.pool.get_kv_buffer(layer_id):
+        for buffer in engine.buffers(layer_id):
             buffer[: engine.page_size] = 0.0
     engine.req_to_token_pool.req_to_token[0] = 0
 
@@ -131,7 +131,7 @@ class Draft:
                 begin = request.length - in_page + branch * branch_len
                 slots.append(table[request.row, begin + in_page : begin + in_page + STEPS])
                 for layer_id in range(len(engine.model)):  # the end of the prefix, again
-                    for buffer in engine.pool.get_kv_buffer(layer_id):
+                    for buffer in engine.buffers(layer_id):
                         source = table[request.row, request.length - in_page : request.length].long()
                         buffer[table[request.row, begin : begin + in_page].long()] = buffer[source]
         self.out_cache_loc = torch.cat(slots).long()
@@ -165,8 +165,9 @@ class Draft:
         for row in range(q.shape[0]):
             place, branch = divmod(row, self.topk)
             keys, values = self.k[place][branch], self.v[place][branch]
-            keys[layer_id] = torch.cat([keys[layer_id], k[row : row + 1].cpu().double()])
-            values[layer_id] = torch.cat([values[layer_id], v[row : row + 1].cpu().double()])
+            new_k, new_v = (self.engine.held(x[row : row + 1].cpu(), None) for x in (k, v))
+            keys[layer_id] = torch.cat([keys[layer_id], new_k])
+            values[layer_id] = torch.cat([values[layer_id], new_v])
             alone = self.engine.requests[self.requests[place]]
             kept = alone.k[layer_id], alone.v[layer_id]
             alone.k[layer_id], alone.v[layer_id] = keys[layer_id], values[layer_id]
