@@ -5,8 +5,9 @@ of its compiled part are missing; SGLang only needs to import it. So the operato
 torchvision is imported. LoRA pins memory, for which torch needs a GPU: just before SGLang's torch code for
 LoRA is imported, torch is made to leave memory as it is. The server's arguments refuse DFLASH on CPUs, though
 its worker has a path without kernels: just after the check is imported, it is made to read another device.
-SGLang gives DFLASH's draft model bfloat16: just after it is imported, it is made to take embeddings in its
-own type. `sgl_kernel`, in this folder, replaces SGLang's compiled kernels.
+FP4 pools are torch tensors: their check is made to see a GPU, and their dtype to need none. SGLang gives
+DFLASH's draft model bfloat16: just after it is imported, it is made to take embeddings in its own type.
+`sgl_kernel`, in this folder, replaces SGLang's compiled kernels.
 """
 
 import functools
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 
@@ -104,7 +105,7 @@ def _allow_dflash(hook: Any) -> None:
 
     if torch.version.cuda is not None or not hasattr(hook, "resolving_view"):
         return
-    check, view = hook._handle_dflash, hook.resolving_view
+    view = hook.resolving_view
 
     class OnAnotherDevice:
         """A server's settings, except the device."""
@@ -117,14 +118,37 @@ def _allow_dflash(hook: Any) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(self._settings, name)
 
-    def check_elsewhere(server_args: Any) -> None:
-        hook.resolving_view = lambda server_args: OnAnotherDevice(view(server_args))
-        try:
-            check(server_args)
-        finally:
-            hook.resolving_view = view
+    _replace_in(hook, "_handle_dflash", "resolving_view", lambda arguments: OnAnotherDevice(view(arguments)))
 
-    hook._handle_dflash = check_elsewhere
+
+def _allow_fp4(hook: Any) -> None:
+    import torch
+
+    if torch.version.cuda is None and hasattr(hook, "get_platform"):
+        gpu = SimpleNamespace(is_cuda=True, is_sm100=False, is_sm120=False)
+        _replace_in(hook, "handle_kv4_compatibility", "get_platform", lambda: gpu)
+
+
+def _know_fp4(common: Any) -> None:
+    import torch
+
+    if torch.version.cuda is None:
+        common.is_float4_e2m1fn_x2 = lambda dtype: dtype == torch.float4_e2m1fn_x2
+
+
+def _replace_in(module: Any, check: str, name: str, replacement: Callable[..., Any]) -> None:
+    """Makes a function of a module see a replacement for another one."""
+    function, original = getattr(module, check), getattr(module, name)
+
+    @functools.wraps(function)
+    def with_replacement(server_args: Any) -> None:
+        setattr(module, name, replacement)
+        try:
+            function(server_args)
+        finally:
+            setattr(module, name, original)
+
+    setattr(module, check, with_replacement)
 
 
 def _take_embeddings(dflash: Any) -> None:
@@ -143,4 +167,6 @@ sys.meta_path[:0] = [
 ]
 sys.meta_path.insert(0, _Before("sglang.srt.speculative.dflash_worker_v2", _leave_streams_unrecorded))
 sys.meta_path.insert(0, _After("sglang.srt.arg_groups.speculative_hook", _allow_dflash))
+sys.meta_path.insert(0, _After("sglang.srt.arg_groups.kv_cache_hook", _allow_fp4))
+sys.meta_path.insert(0, _After("sglang.srt.utils.common", _know_fp4))
 sys.meta_path.insert(0, _After("sglang.srt.models.dflash", _take_embeddings))

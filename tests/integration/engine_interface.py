@@ -161,8 +161,13 @@ MEMBERS = {
         ),
         "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool": (
             "set_kv_buffer get_kv_buffer _store_kv_layer store_dtype dtype kv_cache_layout "
-            "is_quantized_kv_cache requires_physical_write_loc"
+            "is_quantized_kv_cache requires_physical_write_loc get_raw_kv_buffer get_kv_cache_quant_method "
+            "layer_transfer_counter start_layer"
         ),
+        "sglang.srt.mem_cache.memory_pool:HybridLinearKVPool": (
+            "get_raw_kv_buffer get_kv_cache_quant_method layer_transfer_counter start_layer"
+        ),
+        "sglang.srt.layers.quantization.fp4_kv_cache_quant_method:FP4MXBlock16KVCacheMethod": "name",
         "sglang.srt.mem_cache.memory_pool:MLATokenToKVPool": "get_kv_buffer store_dtype dtype kv_cache_dim "
         "kv_lora_rank qk_rope_head_dim",
         "sglang.srt.mem_cache.memory_pool:DSATokenToKVPool": "kv_cache_dim dsa_kv_cache_store_fp8 "
@@ -187,7 +192,7 @@ MEMBERS = {
         "sparse_layer_ids",
         "sglang.srt.configs.model_config:ModelConfig": (
             "attention_arch is_encoder_decoder context_len is_multimodal attention_chunk_size hf_config "
-            "hf_text_config"
+            "hf_text_config is_hybrid_swa"
         ),
         "sglang.srt.configs.model_config:AttentionArch": "MHA MLA",
         "sglang.srt.managers.schedule_batch:MultimodalDataItem": "is_image offsets",

@@ -492,6 +492,35 @@ def test_pools_of_sglang_take_8_bits_as_they_are(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", CHECKED["sglang"])
+def test_fp4_pools_of_sglang(version: str) -> None:
+    """Four tensors, by their slots; get_raw_kv_buffer() returns them in this order. Pools of windows have no
+    scales, and neither have copies in host memory.
+    """
+    release = read("sglang", version)
+    methods, pools = "sglang.srt.layers.quantization.fp4_kv_cache_quant_method", "sglang.srt.mem_cache"
+    create = release.find(methods, "FP4MXBlock16KVCacheMethod.create_buffers")
+    raw = release.find(f"{pools}.memory_pool", "MHATokenToKVPool.get_raw_kv_buffer")
+    names = release.find(f"{pools}.kv_cache_dtype", "configure_kv_cache_dtype")
+    assert create is not None
+    assert raw is not None
+    assert names is not None
+    text = ast.unparse(create)
+    assert text.count("torch.zeros((m, head_num, head_dim // 2), dtype=store_dtype") == 2
+    assert text.count("(m, head_num * head_dim // self.SCALE_BLOCK_SIZE), dtype=store_dtype") == 2
+    returned = "self.k_buffer[local_layer_id], self.v_buffer[local_layer_id], k_scale, v_scale"
+    assert f"return ({returned})" in ast.unparse(raw)
+    assert "('nvfp4', 'fp4_mx_block16')" in ast.unparse(names)
+    of_windows = release.find(
+        f"{pools}.kv_cache_configurator", "KVCacheConfigurator._build_hybrid_swa_kv_pool"
+    )
+    host = release.find(f"{pools}.pool_host.mha", "MHATokenToKVPoolHost")
+    assert of_windows is not None
+    assert host is not None
+    assert "quant_method" not in ast.unparse(of_windows)
+    assert "k_scale_buffer" not in ast.unparse(host)
+
+
+@pytest.mark.parametrize("version", CHECKED["sglang"])
 def test_sparse_attention_of_sglang_is_one_method(version: str) -> None:
     """All uses of the selected tokens in flashmla_sparse, with the same number of slots for each row in every
     layer. Models also look for a name on the backend.
@@ -552,7 +581,11 @@ def test_checks_of_names_are_where_the_hooks_look(version: str) -> None:
         for checks in plugin.CHECKS
     ]
     assert known.count(True) == 1
-    assert {*plugin.BACKEND_OPTIONS, "speculative_draft_attention_backend"} <= release.fields
+    assert {
+        *plugin.BACKEND_OPTIONS,
+        "speculative_draft_attention_backend",
+        "kv_cache_dtype",
+    } <= release.fields
     for check in plugin.CHECKS[known.index(True)]:
         module, _, name = check.function.partition(":")
         function = release.find(module, name)

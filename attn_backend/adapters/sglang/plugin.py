@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from attn_backend.adapters.checkpoint import Refusal
 from attn_backend.metadata.kv_cache import MXFP4
 from attn_backend.settings import Settings
 
@@ -292,10 +293,11 @@ def reading(check: Check, name: str) -> Callable[..., Any]:
             or (check.of_cache and server_args.kv_cache_dtype != check.of_cache)
         ):
             return original(server_args)
-        if check.of_cache and _model_config(server_args).attention_arch.name == "MLA":
+        refusal = _unsupported_fp4(server_args) if check.of_cache else None
+        if refusal is not None:
             from .support import refuse_if  # only now: it imports the engine
 
-            refuse_if(rules.unsupported_fp4_latents())
+            refuse_if(refusal)
         with _read_as(name, check.accepted):
             return original(server_args)
 
@@ -315,6 +317,14 @@ def _read_as(name: str, accepted: str) -> Iterator[None]:
 def _serves(server_args: Any) -> bool:
     """Whether the model is in SERVED. If SGLang does not know the model yet, its own check decides."""
     return _model_config(server_args).hf_config.architectures[0] in SERVED
+
+
+def _unsupported_fp4(server_args: Any) -> Refusal | None:
+    """Refuses models before SGLang makes their pools, which may fail."""
+    config = _model_config(server_args)
+    if config.attention_arch.name == "MLA":
+        return rules.unsupported_fp4_latents()
+    return rules.unsupported_fp4_pool(bool(config.is_hybrid_swa))
 
 
 def _model_config(server_args: Any) -> Any:

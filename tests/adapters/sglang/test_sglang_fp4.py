@@ -262,8 +262,8 @@ def test_pools_without_scales_are_refused() -> None:
 # SGLang's own check of names.
 
 
-def server(cache: str = MXFP4, kind: str = "MHA", backend: str = NAME) -> Any:
-    config = SimpleNamespace(attention_arch=SimpleNamespace(name=kind))
+def server(cache: str = MXFP4, kind: str = "MHA", backend: str = NAME, has_window_pool: bool = False) -> Any:
+    config = SimpleNamespace(attention_arch=SimpleNamespace(name=kind), is_hybrid_swa=has_window_pool)
     return SimpleNamespace(
         kv_cache_dtype=cache,
         attention_backend=backend,
@@ -316,6 +316,15 @@ def test_other_caches_see_our_name(engines: Any, check: Any) -> None:
     assert seen == [NAME, NAME]
 
 
-def test_latents_are_refused_with_the_servers_arguments(check: Any) -> None:
-    with pytest.raises(ValueError, match="fp4_mx_block16 for latents: pass --kv-cache-dtype fp8_e4m3"):
-        check(lambda arguments: pytest.fail("asked"), server(kind="MLA"))
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"kind": "MLA"}, "fp4_mx_block16 for latents: pass --kv-cache-dtype fp8_e4m3"),
+        ({"has_window_pool": True}, "fp4_mx_block16 in a separate.*: pass --disable-hybrid-swa-memory"),
+    ],
+)
+def test_models_are_refused_before_their_pools_are_made(
+    model: dict[str, Any], message: str, check: Any
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(lambda arguments: pytest.fail("asked"), server(**model))
