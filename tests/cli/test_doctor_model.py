@@ -184,11 +184,37 @@ def test_answers_on_a_cpu(
         ("vllm", configs.DEEPSEEK_V32, "fp8_ds_mla", SERVED),
         ("sglang", configs.LLAMA_3, "fp8_e4m3", SERVED),
         ("sglang", configs.LLAMA_3, "mxfp8", REFUSED),
+        ("sglang", configs.LLAMA_3, "nvfp4", REFUSED),
+        ("sglang", configs.LLAMA_3, "fp4_mx_block16", SERVED),
+        ("sglang", configs.LLAMA_3 | {"head_dim": 96}, "fp4_mx_block16", REFUSED),
+        ("sglang", configs.GEMMA_2, "fp4_mx_block16", SERVED),
+        ("sglang", configs.DEEPSEEK_V3, "fp4_mx_block16", REFUSED),
+        ("sglang", configs.GPT_OSS, "fp4_mx_block16", REFUSED),
+        ("sglang", configs.LLAMA_3 | {"is_hybrid_swa": True}, "fp4_mx_block16", REFUSED),
     ],
 )
 def test_caches(engine: str, config: configs.Config, cache: str, answer: str) -> None:
     options = {"kv-cache-dtype": cache}
     assert model.judge(Checkpoint(config), engine, NEWEST[engine], "cuda", options).answer == answer
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "options", "refusals"),
+    [
+        (configs.GPT_OSS, "cuda", "--disable-hybrid-swa-memory", []),
+        (configs.LLAMA_3, "cuda", "--disaggregation-mode null", []),
+        (configs.LLAMA_3, "cuda", "--enable-hierarchical-cache", ["leave out --enable-hierarchical-cache"]),
+        (configs.LLAMA_3, "cuda", "--disaggregation-mode decode", ["leave out --disaggregation-mode"]),
+        (configs.LLAMA_3, "cpu", "", ["pass --kv-cache-dtype auto"]),
+        (configs.DEEPSEEK_V3, "cuda", "", ["pass --kv-cache-dtype fp8_e4m3"]),
+        (configs.MIMO_V2, "cuda", "", ["pass --disable-hybrid-swa-memory", "pass --kv-cache-dtype fp8_e4m3"]),
+    ],
+)
+def test_fp4_in_sglang(config: configs.Config, device: str, options: str, refusals: list[str]) -> None:
+    parsed = model.parse_options(f"--kv-cache-dtype fp4_mx_block16 {options}")
+    verdict = model.judge(Checkpoint(config), "sglang", NEWEST["sglang"], device, parsed)
+    assert [refusal.way_out for refusal in verdict.refusals] == refusals
+    assert verdict.answer == (REFUSED if refusals else SERVED)
 
 
 LAYERS_OF_MISTRAL = {"sliding_window": 4096}  # of all layers, whose kinds have no names

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+
 import model_configs as configs
 import pytest
 import torch
 
 pytest.importorskip("sglang.srt", reason="SGLang is not installed")
 
-from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa
+from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa, is_hybrid_swa_model
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache import memory_pool
 from transformers import PretrainedConfig
 
 from attn_backend.adapters.checkpoint import DECODER, ENCODER_ONLY, Checkpoint
 from attn_backend.adapters.sglang import compat, rules
-from attn_backend.releases import SGLANG_ON_CPU_SINCE, is_before
+from attn_backend.releases import RELEASES, SGLANG_ON_CPU_SINCE, is_before
 
 LATENTS = [
     config
@@ -47,6 +50,17 @@ def test_indexers_are_found_where_sglang_finds_them(config: configs.Config) -> N
     if model.architecture in ("HYV4ForCausalLM", "Glm5NextForConditionalGeneration"):
         pytest.skip("not in all releases")
     assert model.latents.is_sparse == is_deepseek_dsa(PretrainedConfig(**config))
+
+
+def test_models_with_pools_of_windows_are_sglangs() -> None:
+    """SGLang also has such pools for models that this backend does not serve, and for drafts."""
+    not_ours = {"BeamForCausalLM", "EmbeddingGemma2Model", "DiffusionGemmaForBlockDiffusion"}
+    source = inspect.getsource(is_hybrid_swa_model)
+    names = {*re.findall(r'"(\w+(?:ForCausalLM|ForConditionalGeneration|Model|Diffusion))"', source)}
+    names = {name for name in names if "DeepseekV4" not in name and is_hybrid_swa_model([name])}
+    assert names - not_ours - {"LagunaForCausalLM"} <= set(rules.WINDOW_POOLS)
+    if compat.release() == RELEASES["sglang"][-1]:
+        assert all(is_hybrid_swa_model([name]) for name in rules.WINDOW_POOLS)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs Triton")
