@@ -235,7 +235,15 @@ FEATURES: tuple[Feature, ...] = (
             note="adapter and kernel tests only; from 0.28.0 on",
             option="nvfp4",
         ),
-        MISSING,
+        Cell(
+            (
+                f"{ADAPTERS}/sglang/test_sglang_fp4.py::test_serving",
+                f"{ADAPTERS}/sglang/test_sglang_fp4.py::test_drafts",
+                f"{KERNELS}/test_append_token_scales.py::test_sglang_quantizes_the_same",
+            ),
+            note="adapter and kernel tests only",
+            option="fp4_mx_block16",
+        ),
     ),
     Feature(
         "8-bit attention outputs",

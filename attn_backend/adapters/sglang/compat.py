@@ -223,7 +223,7 @@ def copies_to_slots(pool: Any) -> bool:
 
 
 def holds_fp4(pool: Any) -> bool:
-    """Whether a pool's tensors are those of --kv-cache-dtype fp4_mx_block16.
+    """Whether a pool stores K and V as fp4_mx_block16.
 
     The SWAKVPool that SGLang makes with this option is not FP4: it has whole bytes and no scales.
     """

@@ -151,7 +151,7 @@ class FakeEngine:
         return None
 
     def buffers(self, layer_id: int) -> tuple[Tensor, ...]:
-        """What the pool stores of a layer."""
+        """The pool's tensors of a layer."""
         stored: tuple[Tensor, ...] = self.pool.get_kv_buffer(layer_id)
         return stored
 
