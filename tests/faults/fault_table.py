@@ -1050,6 +1050,27 @@ FAULTS = (
         ("tests/adapters/vllm/test_vllm_token_scales.py", "-k", "scales_of_a_layer"),
     ),
     Fault(
+        "SGLang: K of an FP4 pool has the scales of V",
+        "attn_backend/adapters/sglang/backend.py",
+        "(_blocks(x, k, page_size) for x in scales)",
+        "(_blocks(x, k, page_size) for x in scales[::-1])",
+        ("tests/adapters/sglang/test_sglang_fp4.py", "-k", "hybrids or views"),
+    ),
+    Fault(
+        "SGLang: FP4 pools are read before their KV is loaded",
+        "attn_backend/adapters/sglang/compat.py",
+        "        pool.layer_transfer_counter.wait_until(layer_id - pool.start_layer)\n",
+        "        pass\n",
+        ("tests/adapters/sglang/test_sglang_fp4.py", "-k", "wait_for_kv"),
+    ),
+    Fault(
+        "SGLang: windowed pools of FP4 are made",
+        "attn_backend/adapters/sglang/plugin.py",
+        "rules.unsupported_fp4_pool(bool(config.is_hybrid_swa))",
+        "rules.unsupported_fp4_pool(False)",
+        ("tests/adapters/sglang/test_sglang_fp4.py", "-k", "before_their_pools"),
+    ),
+    Fault(
         "append_qkv: each lane has its own scale",
         "csrc/cache/append_qkv.cu",
         "    over_lanes(largest, lanes, [](float a, float b) { return fmaxf(a, b); });\n",
