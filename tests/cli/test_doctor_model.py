@@ -205,6 +205,18 @@ def test_caches(engine: str, config: configs.Config, cache: str, answer: str) ->
         (configs.LLAMA_3, "cuda", "--disaggregation-mode null", []),
         (configs.LLAMA_3, "cuda", "--enable-hierarchical-cache", ["leave out --enable-hierarchical-cache"]),
         (configs.LLAMA_3, "cuda", "--disaggregation-mode decode", ["leave out --disaggregation-mode"]),
+        (
+            configs.LLAMA_3,
+            "cuda",
+            "--speculative-algorithm DFLASH",
+            ["pass --speculative-draft-kv-cache-dtype bfloat16 (from 0.5.18 on)"],
+        ),
+        (
+            configs.LLAMA_3,
+            "cuda",
+            "--speculative-algorithm DFLASH --speculative-draft-kv-cache-dtype bfloat16",
+            [],
+        ),
         (configs.LLAMA_3, "cpu", "", ["pass --kv-cache-dtype auto"]),
         (configs.DEEPSEEK_V3, "cuda", "", ["pass --kv-cache-dtype fp8_e4m3"]),
         (configs.MIMO_V2, "cuda", "", ["pass --disable-hybrid-swa-memory", "pass --kv-cache-dtype fp8_e4m3"]),

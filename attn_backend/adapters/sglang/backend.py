@@ -87,7 +87,7 @@ class SGLangAttentionBackend(AttentionBackend):
         self.page_size: int = 1 if is_encoder_decoder else runner.page_size or 1
         self.device: torch.device = self.req_to_token_pool.req_to_token.device
         self.dtype: torch.dtype = runner.dtype
-        self._is_fp4 = runner.kv_cache_dtype_str == MXFP4
+        self._is_fp4 = compat.stores_fp4(runner)
         self.kv_dtype: CacheDtype = MXFP4 if self._is_fp4 else runner.kv_cache_dtype
         # SGLang reads it when it makes masks
         self.max_context_len: int = runner.model_config.context_len

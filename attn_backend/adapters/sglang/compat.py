@@ -222,6 +222,15 @@ def copies_to_slots(pool: Any) -> bool:
     )
 
 
+def stores_fp4(runner: Any) -> bool:
+    """Whether this runner's --kv-cache-dtype is fp4_mx_block16.
+
+    The name alone does not tell: a draft model with --speculative-draft-kv-cache-dtype auto has the target's.
+    """
+    packed = getattr(torch, "float4_e2m1fn_x2", None)
+    return bool(runner.kv_cache_dtype_str == MXFP4 and runner.kv_cache_dtype == packed)
+
+
 def holds_fp4(pool: Any) -> bool:
     """Whether a pool stores K and V as fp4_mx_block16.
 

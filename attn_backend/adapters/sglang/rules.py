@@ -83,17 +83,13 @@ def unsupported_architecture(name: str) -> Refusal | None:
 def unsupported_kv_dtype(name: str, kv_dtype: torch.dtype, dtype: torch.dtype) -> Refusal | None:
     """
     Args:
-        name: of --kv-cache-dtype. kv_dtype: of the pool. dtype: of the model.
+        name: of --kv-cache-dtype. kv_dtype: of the pool, which is not FP4. dtype: of the model.
     """
     model = "" if dtype == torch.bfloat16 else "--dtype bfloat16 "
     advice = f"pass --kv-cache-dtype fp8_e4m3, or {model}--kv-cache-dtype bfloat16"
     if name in ("mxfp8", "nvfp4"):  # float8_e4m3fn and float4_e2m1fn_x2, with scales in another buffer
         return Refusal(f"--kv-cache-dtype {name}", advice)
-    if (
-        name == MXFP4
-        or kv_dtype in (dtype, *SCALED_DTYPES)
-        or {dtype, kv_dtype} == {torch.bfloat16, torch.float16}
-    ):
+    if kv_dtype in (dtype, *SCALED_DTYPES) or {dtype, kv_dtype} == {torch.bfloat16, torch.float16}:
         return None
     return Refusal(f"a KV cache of {kv_dtype} for a model of {dtype}", advice)
 
@@ -118,6 +114,12 @@ def unsupported_fp4_heads(heads: HeadDims, device: str) -> Refusal | None:
     if is_stored and (device == "cpu" or not heads.is_wide):
         return None
     return Refusal(f"{_FP4} for heads of {heads} columns", _OTHER_CACHE)
+
+
+def unsupported_fp4_blocks() -> Refusal:
+    """SGLang writes K and V of accepted blocks into the draft model's pool, and on a GPU without scales."""
+    advice = "pass --speculative-draft-kv-cache-dtype bfloat16 (from 0.5.18 on)"
+    return Refusal(f"{_FP4} for drafts of {BLOCKS}", advice)
 
 
 def unsupported_with_fp4(option: str) -> Refusal:
@@ -295,6 +297,9 @@ def _fp4(model: Checkpoint, device: str, options: Mapping[str, str]) -> Iterator
     yield unsupported_fp4_pool(has_window_pool and "disable-hybrid-swa-memory" not in options)
     for heads in sorted({layer.heads for layer in model.layers}):
         yield unsupported_fp4_heads(heads, device)
+    is_of_drafts = "speculative-draft-kv-cache-dtype" not in options
+    if options.get("speculative-algorithm", "").upper() == BLOCKS and is_of_drafts:
+        yield unsupported_fp4_blocks()
     for option in NOT_WITH_FP4:
         if options.get(option[2:], "null") != "null":
             yield unsupported_with_fp4(option)

@@ -61,9 +61,10 @@ def check_runner(runner: Any) -> None:
         refuse_if(rules.unsupported_on_cpu(compat.release()))
     architecture = config.attention_arch
     refuse_if(rules.unsupported_architecture(getattr(architecture, "name", architecture)))
-    refuse_if(rules.unsupported_kv_dtype(runner.kv_cache_dtype_str, runner.kv_cache_dtype, runner.dtype))
-    if runner.kv_cache_dtype_str == MXFP4:
+    if compat.stores_fp4(runner):
         _check_fp4(runner, device)
+    else:
+        refuse_if(rules.unsupported_kv_dtype(runner.kv_cache_dtype_str, runner.kv_cache_dtype, runner.dtype))
     if has_latents(runner):
         unsupported = unsupported_latents(runner)
         if unsupported is not None:
@@ -83,6 +84,8 @@ def _check_fp4(runner: Any, device: str) -> None:
     refuse_if(rules.unsupported_fp4_pool(isinstance(runner.token_to_kv_pool, SWAKVPool)))
     if not compat.holds_fp4(runner.token_to_kv_pool):
         refuse(f"--kv-cache-dtype {MXFP4} in a {type(runner.token_to_kv_pool).__name__}")
+    if drafts_in_blocks(runner):
+        refuse_if(rules.unsupported_fp4_blocks())
     for layer, _ in attention_layers(runner.model, bool(runner.model_config.is_encoder_decoder)):
         refuse_if(rules.unsupported_fp4_heads(HeadDims(layer.head_dim, layer.v_head_dim), device))
     for option in rules.NOT_WITH_FP4:

@@ -230,6 +230,12 @@ def test_views_are_made_once_and_wait_for_kv_that_is_loaded() -> None:
         ),
         (TWO_LAYERS, {}, {"memory.enable_lmcache": True}, "with --enable-lmcache"),
         (TWO_LAYERS, {}, {"disagg.disaggregation_mode": "decode"}, "with --disaggregation-mode"),
+        (
+            TWO_LAYERS,
+            {"is_draft_worker": True},
+            {"spec.speculative_algorithm": "DFLASH"},
+            "for drafts of DFLASH: pass --speculative-draft-kv-cache-dtype bfloat16",
+        ),
     ],
 )
 def test_refused(
@@ -243,6 +249,12 @@ def test_refused(
     monkeypatch.setattr(compat, "setting", settings.get)
     with pytest.raises(ValueError, match=message):
         SGLangAttentionBackend(Engine(layers).runner(**changes))
+
+
+def test_a_draft_of_16_bits_with_an_fp4_target() -> None:
+    """With --speculative-draft-kv-cache-dtype auto, SGLang gives its runner the target's name."""
+    backend = SGLangAttentionBackend(FakeEngine().runner(kv_cache_dtype_str=MXFP4, is_draft_worker=True))
+    assert backend.kv_dtype == torch.float32
 
 
 def test_separate_pools_of_windows_are_refused() -> None:
