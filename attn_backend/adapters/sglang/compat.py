@@ -225,7 +225,7 @@ def copies_to_slots(pool: Any) -> bool:
 def stores_fp4(runner: Any) -> bool:
     """Whether this runner's --kv-cache-dtype is fp4_mx_block16.
 
-    The name alone does not tell: a draft model with --speculative-draft-kv-cache-dtype auto has the target's.
+    A draft model with --speculative-draft-kv-cache-dtype auto has the target's name, and another dtype.
     """
     packed = getattr(torch, "float4_e2m1fn_x2", None)
     return bool(runner.kv_cache_dtype_str == MXFP4 and runner.kv_cache_dtype == packed)
