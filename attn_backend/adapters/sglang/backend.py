@@ -419,9 +419,9 @@ class LayerCache:
     ) -> KVCache:
         """
         Args:
-            k: [slots, num_kv_heads, head_dim], v: [slots, num_kv_heads, head_dim_v], of the model's dtype:
-                the same tensors at every step.
-            scales: K's and V's in FP4, as compat.raw_kv_buffer() returns all four.
+            k: [slots, num_kv_heads, head_dim], v: [slots, num_kv_heads, head_dim_v], of 16 bits or more: the
+                same tensors at every step.
+            scales: of K and of V in FP4. compat.raw_kv_buffer() returns all four.
         """
         if (
             self._kv is None
