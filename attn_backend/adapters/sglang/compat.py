@@ -227,8 +227,7 @@ def stores_fp4(runner: Any) -> bool:
 
     A draft model with --speculative-draft-kv-cache-dtype auto has the target's name, and another dtype.
     """
-    packed = getattr(torch, "float4_e2m1fn_x2", None)
-    return bool(runner.kv_cache_dtype_str == MXFP4 and runner.kv_cache_dtype == packed)
+    return runner.kv_cache_dtype_str == MXFP4 and str(runner.kv_cache_dtype) == "torch.float4_e2m1fn_x2"
 
 
 def holds_fp4(pool: Any) -> bool:
