@@ -23,22 +23,23 @@ struct KvForm {
   int32_t element_bytes;
   bool multiplies_float8;  // prefill multiplies 8-bit elements as they are (sm90/float8_prefill.cuh)
   bool has_token_scales;   // TokenScales
-  bool is_int4;
-  bool has_block_scales;  // TokenScales are of blocks
-
+  DataType dtype;          // of 4 bits; others are all alike
   ATTN_HD constexpr KvForm(int32_t element_bytes_, bool multiplies_float8_ = false, bool has_token_scales_ = false,
-                           bool is_int4_ = false, bool has_block_scales_ = false)
+                           DataType dtype_ = DataType::kFloat32)
       : element_bytes(element_bytes_),
         multiplies_float8(multiplies_float8_),
         has_token_scales(has_token_scales_),
-        is_int4(is_int4_),
-        has_block_scales(has_block_scales_) {}
+        dtype(attn::has_4_bits(dtype_) ? dtype_ : DataType::kFloat32) {}
 
-  ATTN_HD constexpr bool has_4_bits() const { return is_int4 || has_block_scales; }
+  ATTN_HD constexpr bool has_4_bits() const { return attn::has_4_bits(dtype); }
+  /// TokenScales are of blocks.
+  ATTN_HD constexpr bool has_block_scales() const { return attn::has_block_scales(dtype); }
   /// Elements of a row.
   ATTN_HD constexpr int32_t stored_columns(int32_t columns) const { return has_4_bits() ? columns / 2 : columns; }
   /// Of the TokenScales of a head.
-  ATTN_HD constexpr int32_t scale_words(int32_t columns) const { return attn::scale_words(columns, has_block_scales); }
+  ATTN_HD constexpr int32_t scale_words(int32_t columns) const {
+    return attn::scale_words(columns, has_block_scales());
+  }
 };
 
 /// Bytes of a row in shared memory: whole runs of 128, within which chunks of 16 bytes are permuted. The columns after

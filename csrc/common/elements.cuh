@@ -122,6 +122,12 @@ template <class Element>
 constexpr bool kHasBlockScales = is_same<Element, NvFp4> || is_same<Element, MxFp4>;
 template <class Element>
 constexpr bool kHas4Bits = is_same<Element, Int4> || kHasBlockScales<Element>;
+/// Of the types of 4 bits.
+template <class Element>
+constexpr DataType kFourBits = is_same<Element, Int4>    ? DataType::kInt4
+                               : is_same<Element, NvFp4> ? DataType::kNvFp4
+                               : is_same<Element, MxFp4> ? DataType::kMxFp4
+                                                         : DataType::kFloat32;
 
 /// Bytes of a row of 8-bit or 4-bit numbers; elements of others.
 template <class Element>

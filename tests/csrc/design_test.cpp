@@ -52,12 +52,12 @@ struct Launched {
 
 Launched launch_sm90(const attn::LatentAttentionParams& params, bool is_ragged, attn::HeadDims dims = kHeadDim,
                      attn::DataType kv_dtype = attn::DataType::kBFloat16,
-                     attn::DataType q_dtype = attn::DataType::kBFloat16, bool is_int4 = false) {
+                     attn::DataType q_dtype = attn::DataType::kBFloat16) {
   static const int32_t indices[1] = {};
   attn::PlanLevel level{};
   level.table.indices = is_ragged ? nullptr : indices;
   const attn::KernelCode codes[2] = {{kMemory, 1}, {kMemory, 2}};
-  const attn::KvForm form(attn::bytes_of(kv_dtype), false, is_int4, is_int4);
+  const attn::KvForm form(attn::bytes_of(kv_dtype), false, attn::has_4_bits(kv_dtype), kv_dtype);
   const attn::LaunchContext context{
       &level, 1, attn::DataType::kBFloat16, q_dtype, kv_dtype, dims, codes, {kMemory, 3}, encode, form, {}};
   attn::KernelArguments arguments;

@@ -233,7 +233,7 @@ class InPlaceDequantizer {
       for (int chunk = 0; chunk < kChunks; ++chunk) {
         const uint32_t words[4] = {next.x, next.y, next.z, next.w};
         if (chunk + 1 < kChunks) next = read(chunk + 1);
-        if (Traits::kKvForm.has_block_scales && chunk % 2 == 0) scale_word = ptx::load_word(scales + chunk / 2 * 4);
+        if (Traits::kKvForm.has_block_scales() && chunk % 2 == 0) scale_word = ptx::load_word(scales + chunk / 2 * 4);
 #pragma unroll
         for (int w = 0; w < 4; ++w)
           *reinterpret_cast<uint4*>(tile + (row ^ (chunk % 2 * 4 + w) << 4) + chunk / 2 * Wide::kBlockBytes) =

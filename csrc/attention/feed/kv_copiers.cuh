@@ -65,7 +65,7 @@ struct KvShare {
   }
   /// Of scales of blocks.
   __device__ __forceinline__ float scale_factor(const AttentionParams& params) const {
-    if constexpr (Traits::kKvForm.has_block_scales) {
+    if constexpr (Traits::kKvForm.has_block_scales()) {
       const auto& scales = params.variant.template as<typename Traits::Variant::Params>().scales;
       return is_v ? scales.v_factor : scales.k_factor;
     }
@@ -97,7 +97,7 @@ struct KvShare {
 /// tiles at once, while the boxes before them are loaded. With wider heads registers are few: they look up one tile
 /// after another.
 ///
-/// Of the packed tiles of an int4 decode (int4_decode.cuh) a warp loads every other one as a whole, to its part of a
+/// Of the packed tiles of a 4-bit decode (packed_decode.cuh) a warp loads every other one as a whole, to its part of a
 /// stage.
 template <class Traits>
 struct BoxCopier {
@@ -130,7 +130,7 @@ struct BoxCopier {
   template <class TokenOf>
   __device__ __forceinline__ void look_up(const LoadedRowTile& tile, const TokenOf& token_of, int count) {
     held.tile = 0;
-    look_up(tile, token_of, 0, kLooksAhead ? count : 1, Traits::kMultipliesInt4 && tile.kind == 0);
+    look_up(tile, token_of, 0, kLooksAhead ? count : 1, Traits::kTakesPacked && tile.kind == 0);
   }
 
   /// The boxes of the warp's next tile of the item, of `count` that are left. `packed`: its tiles are.
@@ -156,13 +156,14 @@ struct BoxCopier {
   }
 
   /// Blocks [kFirst, kEnd) of columns, to the tile of part number `part`. `stored`: the barrier that waits for them, if
-  /// they are spread; 0: they are not, and the part's waits. Tiles of int4 that are not spread are packed.
+  /// they are spread; 0: they are not, and the part's waits. Tiles of a kernel that kTakesPacked are packed if they are
+  /// not spread.
   template <int kFirst, int kEnd>
   __device__ __forceinline__ void copy(const Shared& shared, const Box& box, int32_t head, int part,
                                        ptx::CachePolicy policy, uint32_t stored = 0) const {
     const uint32_t full = stored != 0 ? stored : shared.kv_full(part);
     const uint32_t boxes = __popc(__ballot_sync(0xffffffffu, box.wanted()));
-    const bool packed = Traits::kMultipliesInt4 && stored == 0;
+    const bool packed = Traits::kTakesPacked && stored == 0;
     const uint32_t bytes = boxes * params.box_tokens * (packed ? kPackedTokenBytes : share.row_bytes(kFirst, kEnd));
     if (ptx::lane_id() == 0) {
       if constexpr (kHasTokenScales)
@@ -264,14 +265,17 @@ struct BoxCopier {
   __device__ __forceinline__ void copy_scales_of_boxes(const Shared& shared, const Box& box, int32_t head, int part,
                                                        bool packed) const {
     constexpr int kWords = Share::kScaleWords, kChunks = Share::kTokens * kWords / 4;
-    static_assert(kChunks <= (Traits::kMultipliesInt4 ? 16 : 32));
-    const int word = ptx::lane_id() * 4, number = word / kWords, lane = lane_of(box, number, packed);
-    const int32_t row = __shfl_sync(0xffffffffu, box.row, lane), page = __shfl_sync(0xffffffffu, box.page, lane);
-    if (page == kNone || ptx::lane_id() >= (packed ? 2 : 1) * kChunks) return;
-    const int first_word = (number & -params.box_tokens) * kWords;  // of the box
-    ptx::cp_async_16(
-        share.token_scale(shared, part, 0) + word * 4,
-        params.scales_of(share.token_scales(params.attention), page, head) + row * kWords + word - first_word);
+#pragma unroll
+    for (int first = 0; first < (Traits::kTakesPacked ? 2 : 1) * kChunks; first += 32) {
+      const int chunk = first + ptx::lane_id();
+      const int word = chunk * 4, number = word / kWords, lane = lane_of(box, number, packed);
+      const int32_t row = __shfl_sync(0xffffffffu, box.row, lane), page = __shfl_sync(0xffffffffu, box.page, lane);
+      if (page == kNone || chunk >= (packed ? 2 : 1) * kChunks) continue;
+      const int first_word = (number & -params.box_tokens) * kWords;  // of the box
+      ptx::cp_async_16(
+          share.token_scale(shared, part, 0) + word * 4,
+          params.scales_of(share.token_scales(params.attention), page, head) + row * kWords + word - first_word);
+    }
   }
 
   /// Lane i copies the scales of tokens i, i + 32 and so on.

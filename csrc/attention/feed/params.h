@@ -32,7 +32,7 @@ struct TmaParams {
   AttentionParams attention;
   TensorMap k;
   TensorMap v;
-  /// Of an int4 cache whose numbers are multiplied as they are stored. A token takes 64 bytes of a tile. Where a page
+  /// Of a 4-bit cache whose numbers are multiplied as they are stored. A token takes 64 bytes of a tile. Where a page
   /// has one head after another, a box's rows are two tokens: TMA then has half as many reads on their way.
   TensorMap k_packed;
   TensorMap v_packed;

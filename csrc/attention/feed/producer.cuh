@@ -9,7 +9,7 @@
 // - sizes and arguments: Shape, kTuning, Params, Variant
 // - types of K and V: StoredElement, KvElement, Element
 // - types of Q: QElement, QueryElement, kDequantizesQuery, kMultipliesFloat8
-// - where K and V are dequantized: kDequantizesInFeed, kDequantizesOnLoad, kFeedsAll, kKvForm, kMultipliesInt4,
+// - where K and V are dequantized: kDequantizesInFeed, kDequantizesOnLoad, kFeedsAll, kKvForm, kTakesPacked,
 //   kLoadsScaled
 // - others: kIsLatent, kMayBeCluster, kTakesLastFirst
 // Row tiles of kind 0 are for mma.sync (`for_mma`): two consumer warpgroups share KV tiles or take them in turn.
@@ -92,9 +92,9 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
   typename Shared::KvPlace place = typename Shared::KvPlace{}.ahead(share.part);
   const int32_t flags = cursor.now.flags;
   // The pairs of a row tile are consecutive. RowCopier lacks the registers to keep the tile and reloads it, and so does
-  // kernels that dequantize wider heads, and int4 decodes.
-  constexpr bool kHasFewRegisters = !leaves_registers(Traits::Shape::kDims.widest()) ||
-                                    (Traits::kMultipliesInt4 && Traits::Shape::kDims.widest() > 64);
+  // kernels that dequantize wider heads, and packed decodes.
+  constexpr bool kHasFewRegisters =
+      !leaves_registers(Traits::Shape::kDims.widest()) || (Traits::kTakesPacked && Traits::Shape::kDims.widest() > 64);
   constexpr bool kReloads = Copier::kGathers || (Traits::kDequantizesInFeed && kHasFewRegisters);
   WorkQueue<Traits> queue(params, shared);
   if (flags & kUsesQueue) queue.begin(cursor);
@@ -162,8 +162,8 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
       }
       if (is_filled) cursor.now.kv_tile = end;
       while (!is_filled) {
-        const auto found = copier.found(tile, first_token, tiles_left(), Traits::kMultipliesInt4);
-        cursor.now.kv_tile += Traits::kMultipliesInt4 ? 2 : 1;
+        const auto found = copier.found(tile, first_token, tiles_left(), Traits::kTakesPacked);
+        cursor.now.kv_tile += Traits::kTakesPacked ? 2 : 1;
         const bool last = cursor.now.kv_tile >= end;
         if (!kIsWide) wait_for_part<Traits>(shared, place, for_mma || tiles_after_mma > 0);
         // Where stages are not divided, one warpgroup frees an item's last tile for both, and the other only waits on

@@ -81,7 +81,7 @@ ATTN_HD constexpr Tuning with_producer_registers(Tuning tuning, int32_t register
 /// Bytes of WorkItem (attention/feed/work_item.cuh).
 constexpr int32_t kWorkItemBytes = 80;
 
-/// Bytes of a token in a tile of int4 numbers that are multiplied as they are stored.
+/// Bytes of a token in a packed tile, whose 4-bit numbers are multiplied as they are stored.
 constexpr int32_t kPackedTokenBytes = 64;
 
 /// Bytes of a row in one block of a tile in shared memory.

@@ -4,7 +4,7 @@
 //
 // One warpgroup loads Q, K and V (producer.cuh) into rings in shared memory (shared_memory.cuh). Two or three consumer
 // warpgroups compute, with one file for each regime:
-// - decode.cuh: row tiles of 16 rows; int4_decode.cuh over int4 caches
+// - decode.cuh: row tiles of 16 rows; packed_decode.cuh over int4 and NVFP4 caches
 // - prefill.cuh: row tiles of 32 rows and more; float8_prefill.cuh where Q has 8 bits, too
 // - wide.cuh: wide heads and latents, row tiles of all sizes
 //
@@ -18,7 +18,7 @@
 #include "attention/sm90/consumer.cuh"
 #include "attention/sm90/decode.cuh"
 #include "attention/sm90/float8_prefill.cuh"
-#include "attention/sm90/int4_decode.cuh"
+#include "attention/sm90/packed_decode.cuh"
 #include "attention/sm90/prefill.cuh"
 #include "attention/sm90/shape.h"
 #include "attention/sm90/wide.cuh"
@@ -72,7 +72,7 @@ __device__ __forceinline__ void consume(const TmaParams& params, const SharedMem
   } else {
     using LargeTiles = typename Conditional<Traits::kMultipliesFloat8, Float8Prefill<Traits>, Prefill<Traits>>::Type;
     ptx::take_registers<Traits::kTuning.consumer_registers()>();
-    using SmallTiles = typename Conditional<Traits::kMultipliesInt4, Int4Decode<Traits>, Decode<Traits>>::Type;
+    using SmallTiles = typename Conditional<Traits::kTakesPacked, PackedDecode<Traits>, Decode<Traits>>::Type;
     SmallTiles decode{params, ring};
     LargeTiles prefill{params, ring};
     for (WorkItems<Traits> items(shared); items.any(); items.next()) {
@@ -103,7 +103,7 @@ __device__ __forceinline__ void attention(const typename Traits::Params& params)
   if (threadIdx.x == kProducerThreads) {
     ptx::prefetch_tensor_map(params.k);
     ptx::prefetch_tensor_map(params.v);
-    if constexpr (Traits::kMultipliesInt4) {
+    if constexpr (Traits::kTakesPacked) {
       ptx::prefetch_tensor_map(params.k_packed);
       ptx::prefetch_tensor_map(params.v_packed);
     }

@@ -160,7 +160,7 @@ inline void encode_caches(const LaunchContext& context, TmaParams& tma) {
   }
   const bool is_flat = is_ragged || params.page_size.divisor == 1;
   const int32_t tokens = box_tokens(params, is_flat);
-  const bool is_packed = context.kv_form.is_int4 && decodes_int4(context.dims);
+  const bool is_packed = decodes_packed(context.dims, context.kv_form);
   if (tokens > 0 && encode_cache(params, context, params.k, context.dims.qk, is_flat, tokens, tma.k) &&
       encode_cache(params, context, params.v, context.dims.v, is_flat, tokens, tma.v) &&
       (!is_packed || encode_packed(context, is_flat, tokens, tma)))

@@ -139,7 +139,7 @@ struct PreparedTiles {
   /// transformed when all have arrived.
   __device__ __forceinline__ void skip(const WorkItem& item) {
     if constexpr (OfKey::kExists) skip_transform(item);
-    const bool in_pairs = Traits::kMultipliesInt4 && item.kind == 0;
+    const bool in_pairs = Traits::kTakesPacked && item.kind == 0;
     for (int tile = 0; tile < 2 * (in_pairs ? ceil_div(item.num_kv_tiles, 2) : item.num_kv_tiles); ++tile) {
       if (Traits::kTransformsCache && tile % 2 == 0) skip_transform(item);
       ring.wait_for_tile(ring.kv);

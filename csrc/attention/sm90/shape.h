@@ -28,8 +28,11 @@ ATTN_HD constexpr Tuning first_for(const Tuning (&tunings)[kCount], HeadDims dim
   return Tuning{};
 }
 
-/// Whether row tiles of 16 rows multiply the numbers of an int4 cache as they are stored (int4_decode.cuh).
-ATTN_HD constexpr bool decodes_int4(HeadDims dims) { return leaves_registers(dims.widest()); }
+/// Whether row tiles of 16 rows multiply the numbers of a 4-bit cache as they are stored (packed_decode.cuh). Products
+/// with scales of kMxFp4, which are exponents, may be beyond f16.
+ATTN_HD constexpr bool decodes_packed(HeadDims dims, KvForm kv) {
+  return (kv.dtype == DataType::kInt4 || kv.dtype == DataType::kNvFp4) && leaves_registers(dims.widest());
+}
 
 /// max_parts_in_flight: enough to keep the memory busy. With more, some multiprocessors get more bandwidth than others,
 /// and all wait for the slowest (ADR 18). If stages have no parts, it must be at most kv_stages - 2. Otherwise the
@@ -86,9 +89,9 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, KvForm kv = 2) {
   if (kv.element_bytes != 1) return first_for(kTunings, dims);
   Tuning tuning = first_for(kFloat8Tunings, dims);
   if (!kv.has_token_scales) return tuning;
-  tuning.token_scale_words = scale_words(dims.widest(), kv.has_block_scales);
+  tuning.token_scale_words = scale_words(dims.widest(), kv.has_block_scales());
   if (tuning.dequantized_stages == 2) tuning.kv_stages = 8;  // two fewer: there is no room for more
-  if (kv.is_int4 && decodes_int4(dims)) {
+  if (decodes_packed(dims, kv)) {
     tuning.kv_stages = 8;
     tuning.takes_pairs = true;
     tuning.max_parts_in_flight = min_of(tuning.max_parts_in_flight, tuning.kv_stages * tuning.stage_parts);
@@ -96,9 +99,9 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, KvForm kv = 2) {
   return tuning;
 }
 
-/// Of kernels whose row tiles of 16 rows multiply stored numbers of int4 (int4_decode.cuh). Their consumers need more
+/// Of kernels whose row tiles of 16 rows multiply packed tiles (packed_decode.cuh). Their consumers need more
 /// registers.
-ATTN_HD constexpr Tuning for_int4(Tuning tuning) {
+ATTN_HD constexpr Tuning for_packed(Tuning tuning) {
   tuning.max_parts_in_flight = tuning.kv_stages * tuning.stage_parts;
   if (tuning.max_qk > 64) tuning.producer_registers = 88;
   return tuning;
@@ -138,7 +141,8 @@ static_assert(fit_shared_memory(2, {64, 128, {192, 128}, 192, 256, {576, 512}}))
 static_assert(fit_shared_memory(1, {64, 128, {192, 128}, 192, 256, 512, {576, 512}}));
 static_assert(fit_shared_memory(KvForm(1, true), {64, 128}));
 static_assert(fit_shared_memory(KvForm(1, false, true), {64, 128, 256}));
-static_assert(fit_shared_memory(KvForm(1, false, true, true), {64, 128}));
-static_assert(fit_shared_memory(KvForm(1, false, true, false, true), {64, 128, 192, 256}));
+static_assert(fit_shared_memory(KvForm(1, false, true, DataType::kInt4), {64, 128}));
+static_assert(fit_shared_memory(KvForm(1, false, true, DataType::kNvFp4), {64, 128, 192, 256}));
+static_assert(fit_shared_memory(KvForm(1, false, true, DataType::kMxFp4), {64, 128, 192, 256}));
 
 }  // namespace attn::sm90

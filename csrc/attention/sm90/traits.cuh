@@ -24,16 +24,16 @@ struct HopperTraits : Kernel {
                                             multiplies_float8(Shape::kDims) && Kernel::Variant::kUsesSoftmax &&
                                             !Hooks::kQuery && !Kernel::kTransformsCache;
   static constexpr KvForm kKvForm{Kernel::StoredElement::kBytes, kMultipliesFloat8, Kernel::Variant::kHasTokenScales,
-                                  Kernel::kKvForm.is_int4, Kernel::kKvForm.has_block_scales};
+                                  Kernel::kKvForm.dtype};
   static constexpr Tuning kTuningOfShape = tuning(Shape::kDims, kKvForm);
   /// The producer dequantizes tiles of 8-bit caches in the ring (feed/dequantizer.cuh).
   static constexpr bool kDequantizesInFeed = kTuningOfShape.dequantized_stages > 0;
-  /// Also of row tiles for mma.sync, because a variant transforms them, blocks of columns have scales, or registers are
-  /// few: of consumers, or of a producer that gathers. Other tiles for mma.sync stay as they are stored, and are
-  /// dequantized in registers.
+  /// Also of row tiles for mma.sync, because a variant transforms them, blocks of columns have exponents as scales, or
+  /// registers are few: of consumers, or of a producer that gathers. Other tiles for mma.sync stay as they are stored,
+  /// and are dequantized in registers.
   static constexpr bool kFeedsAll =
-      kDequantizesInFeed && (Kernel::kTransformsCache || kKvForm.has_block_scales ||
-                             (kKvForm.is_int4 && (kGathers || !decodes_int4(Shape::kDims))));
+      kDequantizesInFeed &&
+      (Kernel::kTransformsCache || (kKvForm.has_4_bits() && (kGathers || !decodes_packed(Shape::kDims, kKvForm))));
   static constexpr bool kDequantizesInRegisters = kDequantizesInFeed ? !kFeedsAll : Kernel::kDequantizesInRegisters;
   /// TokenScales of tiles that are dequantized in registers lie next to them in shared memory.
   static constexpr bool kSharesTokenScales = Kernel::Variant::kHasTokenScales && kDequantizesInRegisters;
@@ -42,12 +42,12 @@ struct HopperTraits : Kernel {
   /// are multiplied. There registers are scarce, too. Not where the producer dequantizes either: it needs them.
   static constexpr bool kTransformsEarly =
       Kernel::kTransformsCache && !kDequantizesInFeed && kTuningOfShape.stage_parts > 1;
-  /// Row tiles for mma.sync multiply stored numbers of Int4 (int4_decode.cuh).
-  static constexpr bool kMultipliesInt4 = kKvForm.is_int4 && kDequantizesInRegisters;
+  /// Row tiles for mma.sync multiply packed tiles of 4-bit numbers (packed_decode.cuh).
+  static constexpr bool kTakesPacked = kKvForm.has_4_bits() && kDequantizesInRegisters;
   // The consumers that transform early need more registers than others.
-  static constexpr Tuning kTuning = kTransformsEarly  ? with_producer_registers(kTuningOfShape, 72)
-                                    : kMultipliesInt4 ? for_int4(kTuningOfShape)
-                                                      : kTuningOfShape;
+  static constexpr Tuning kTuning = kTransformsEarly ? with_producer_registers(kTuningOfShape, 72)
+                                    : kTakesPacked   ? for_packed(kTuningOfShape)
+                                                     : kTuningOfShape;
   /// The KV tiles of an item are taken from the last to the first. A bias with a slope mostly grows from token to token
   /// (ALiBi's does): rows then find their maxima among their nearest tokens, and can keep them (prefill.cuh).
   static constexpr bool kTakesLastFirst = kTuning.keeps_maxima && Hooks::kBiasSlope;

@@ -94,6 +94,13 @@ __device__ __forceinline__ uint32_t sub_f16(uint32_t a, uint32_t b) {
   return d;
 }
 
+/// Products of pairs of f16 numbers.
+__device__ __forceinline__ uint32_t mul_f16(uint32_t a, uint32_t b) {
+  uint32_t d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
 /// The nearest integers, to even among equals; the largest for what is larger; 0 for NaN. `low` in the lower byte.
 __device__ __forceinline__ uint16_t pack_int8(float low, float high) {
   uint32_t bytes[2];

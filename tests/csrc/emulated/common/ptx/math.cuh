@@ -46,12 +46,14 @@ uint32_t f16_of_pair(uint16_t pair) {
 inline uint32_t f16_of_e4m3(uint16_t pair) { return f16_of_pair<cpu::Float8E4M3>(pair); }
 inline uint32_t f16_of_e5m2(uint16_t pair) { return f16_of_pair<cpu::Float8E5M2>(pair); }
 
+inline float f16_in(uint32_t pair, int half) {
+  return emulation::from_bits<_Float16>(static_cast<uint16_t>(pair >> half * 16));
+}
 inline uint32_t sub_f16(uint32_t a, uint32_t b) {
-  const auto difference = [&](int half) {
-    return f16_of(static_cast<float>(emulation::from_bits<_Float16>(static_cast<uint16_t>(a >> half * 16))) -
-                  static_cast<float>(emulation::from_bits<_Float16>(static_cast<uint16_t>(b >> half * 16))));
-  };
-  return difference(0) | difference(1) << 16;
+  return f16_of(f16_in(a, 0) - f16_in(b, 0)) | f16_of(f16_in(a, 1) - f16_in(b, 1)) << 16;
+}
+inline uint32_t mul_f16(uint32_t a, uint32_t b) {
+  return f16_of(f16_in(a, 0) * f16_in(b, 0)) | f16_of(f16_in(a, 1) * f16_in(b, 1)) << 16;
 }
 inline uint16_t pack_int8(float low, float high) {
   const auto byte = [](float x) {

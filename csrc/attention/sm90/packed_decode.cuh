@@ -1,30 +1,42 @@
-// Decode over an int4 cache: row tiles of 16 rows, multiplied with mma.sync as decode.cuh does, but with tokens and
-// columns of V as the rows of products. Products have 8 columns, for 8 rows of Q: with 8 query heads or fewer for a KV
-// head, a decode has half of the products, scores and outputs of decode.cuh.
+// Decode over a 4-bit cache whose numbers are multiplied as they are stored: row tiles of 16 rows, multiplied with
+// mma.sync as decode.cuh does, but with tokens and columns of V as the rows of products. Products have 8 columns, for 8
+// rows of Q: with 8 query heads or fewer for a KV head, a decode has half of the products, scores and outputs of
+// decode.cuh.
 //
-// The stored numbers need no conversion. Moved to the low bits of both halves of a word, two of them are a pair of f16
-// numbers, 2^-24 times as large; or 2^-20 if they are 4 bits further left. So a word of eight numbers takes five
-// instructions. Zero points are subtracted from the sums. Scores start at a zero point of K times the sum of a row of
-// Q. Zero points of V are one more product.
+// A format's Numbers say how a word of eight becomes pairs of f16 numbers, and where scales multiply: int4_numbers.cuh,
+// fp4_numbers.cuh. Pairs are numbers (i, i + 4) of a word. Members of Numbers:
+// - kExponent, kOddExponent: pairs with even i are 2^-kExponent times as large as the numbers, others 2^-kOddExponent
+// - kHasZeroPoints: Keys and Values subtract zero points
+// - kWeighsTokens: a scale of V for each token multiplies probabilities
+// - kHeadroom: probabilities are f16 numbers, up to 2^(kSlack + kHeadroom) as large as at a new maximum
+// - Keys, Values: scales of a warp's tokens, for one step
 //
 // The two warpgroups take KV tiles in turn, their four warps a quarter of the tokens. A stage of the ring has a packed
 // tile for each of them (TmaParams::k_packed). The states of all eight warps merge in shared memory at the end.
 #pragma once
 
 #include "attention/sm90/consumer.cuh"
+#include "attention/sm90/fp4_numbers.cuh"
+#include "attention/sm90/int4_numbers.cuh"
 #include "attention/sm90/output.cuh"
 #include "attention/sm90/prepared_tiles.cuh"
 #include "attention/sm90/scores.cuh"
 #include "attention/sm90/traits.cuh"
 #include "attention/tile/rotation.cuh"
 #include "attention/tile/row_tile.cuh"
-#include "cache/kv_cache.h"
 #include "common/elements.cuh"
 #include "common/ptx/math.cuh"
 #include "common/ptx/mma.cuh"
 #include "common/ptx/warp.cuh"
 
 namespace attn::sm90 {
+
+constexpr float power_of_2(int exponent) {
+  float power = 1.0f;
+  for (int i = 0; i < exponent; ++i) power *= 2.0f;
+  for (int i = 0; i > exponent; --i) power *= 0.5f;
+  return power;
+}
 
 /// Reduces the values of the eight lanes that have the same rows: lane % 4 is the same.
 template <class Combine>
@@ -34,30 +46,20 @@ __device__ __forceinline__ float over_tokens(float x, const Combine& combine) {
   return x;
 }
 
-/// Pairs of numbers (i, i + 4) of a word; 16 times as large if i is odd.
-__device__ __forceinline__ void split_int4(uint32_t word, uint32_t (&pairs)[4]) {
-  constexpr uint32_t kLow = 0x000f000f, kHigh = 0x00f000f0;
-  pairs[0] = word & kLow;
-  pairs[1] = word & kHigh;
-  word >>= 8;
-  pairs[2] = word & kLow;
-  pairs[3] = word & kHigh;
-}
-
 /// Rows of Q, in f16, as the second operand of products. Lane (g, t) has row g of each eight, columns 8t to 8t + 7 of
-/// each 32 in the order of split_int4(). Those that meet numbers 16 times as large are divided by 16.
-template <class Traits, int kEights>
-struct Int4Query {
+/// each 32 in the order of pairs of numbers, divided by what these are multiplied by.
+template <class Traits, class Numbers, int kEights>
+struct PackedQuery {
   using Element = typename Traits::Element;
   using Query = QTile<Traits>;
   static constexpr int kSteps = Traits::Shape::kQkMultiplied / 16;
   static_assert(kSteps % 2 == 0);
   uint32_t pairs[kEights][kSteps][2];
   float to_score[kEights][2];  // factors of products, for rows 2t and 2t + 1
-  float sums[kEights][2];      // of these rows, times 2^-24
+  float sums[kEights][2];      // of these rows, times 2^-kExponent; for zero points
 
-  /// `tile`: its first address. `rows`: that exist; others become zeros.
-  __device__ __forceinline__ void load(uint32_t tile, int rows) {
+  /// `tile`: its first address. `rows`: that exist; others become zeros. `factor`: multiplies K.
+  __device__ __forceinline__ void load(uint32_t tile, int rows, float factor) {
     const int lane = ptx::lane_id();
     const uint32_t address = tile + Query::offset(lane / 4, lane % 4);
 #pragma unroll
@@ -79,35 +81,38 @@ struct Int4Query {
           pairs[b][2 * c + step][1] = __byte_perm(words[step], words[step + 2], 0x7632);
         }
       }
-      convert(b, ptx::quad_max(largest));
+      convert(b, ptx::quad_max(largest), factor);
     }
   }
 
  private:
   /// Converts the lane's row of eight number b. A power of 2 brings the row's largest number to [2^14, 2^15).
-  __device__ __forceinline__ void convert(int b, float largest) {
+  __device__ __forceinline__ void convert(int b, float largest, float k_factor) {
+    constexpr float kOdd = power_of_2(Numbers::kOddExponent - Numbers::kExponent);
     const int32_t exponent =  // biased
         min_of(127 + 14 + 127 - static_cast<int32_t>(__float_as_uint(largest) >> 23), 253);
     const float factor = __uint_as_float(static_cast<uint32_t>(exponent) << 23);
-    const float back = __uint_as_float(static_cast<uint32_t>(min_of(254 + 24 - exponent, 254)) << 23);
+    const float back = __uint_as_float(static_cast<uint32_t>(min_of(254 + Numbers::kExponent - exponent, 254)) << 23);
     float sum = 0.0f;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float of_pair = i == 0 ? factor : factor * 0x1p-4f;
+        const float of_pair = i == 0 ? factor : factor * kOdd;
         const uint32_t pair = pairs[b][step][i];
         const uint32_t packed = Float16::pack(Element::unpack(pair) * of_pair, Element::unpack(pair >> 16) * of_pair);
         pairs[b][step][i] = packed;
-        sum += (Float16::unpack(packed) + Float16::unpack(packed >> 16)) * (i == 0 ? 0x1p-24f : 0x1p-20f);
+        if constexpr (Numbers::kHasZeroPoints)
+          sum += (Float16::unpack(packed) + Float16::unpack(packed >> 16)) *
+                 power_of_2(i == 0 ? -Numbers::kExponent : -Numbers::kOddExponent);
       }
     }
-    sum = ptx::quad_add(sum);
+    if constexpr (Numbers::kHasZeroPoints) sum = ptx::quad_add(sum);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int lane = (ptx::lane_id() % 4 * 2 + r) * 4;
-      sums[b][r] = __shfl_sync(ptx::kAllLanes, sum, lane);
-      to_score[b][r] = __shfl_sync(ptx::kAllLanes, back, lane);
+      if constexpr (Numbers::kHasZeroPoints) sums[b][r] = __shfl_sync(ptx::kAllLanes, sum, lane);
+      to_score[b][r] = __shfl_sync(ptx::kAllLanes, back, lane) * k_factor;
     }
   }
 };
@@ -116,19 +121,20 @@ struct Int4Query {
 /// eight. Of each 32 columns of O it holds columns 4g to 4g + 3: product i of two has columns i and i + 2, in its rows
 /// g and g + 8.
 ///
-/// zeros: probabilities times zero points, summed. Maxima are of score * scale + log2(weight). Sums are of
-/// exp2(score * scale - maximum), over this lane's tokens. `scale` is above 0, and makes a score a logarithm to base 2.
-template <int kEights, int kColumns>
-struct Int4State {
+/// zeros: probabilities times zero points, summed. Maxima are of score * scale + log2(weight), minus kHeadroom. Sums
+/// are of exp2(score * scale - maximum), over this lane's tokens. `scale` is above 0, and makes a score a logarithm to
+/// base 2.
+template <class Numbers, int kEights, int kColumns>
+struct PackedState {
   static constexpr int kProducts = kColumns / 16;
-  static constexpr float kSlack = 8.0f;  // as WarpState's
+  static constexpr float kSlack = 8.0f + Numbers::kHeadroom;  // of WarpState, and room
   float o[kEights][kProducts][4] = {};
   float zeros[kEights][4] = {};
   float maximum[kEights][2];
   float sum[kEights][2];
   float scale;
 
-  __device__ __forceinline__ explicit Int4State(float scale_) : scale(scale_) {
+  __device__ __forceinline__ explicit PackedState(float scale_) : scale(scale_) {
 #pragma unroll
     for (int b = 0; b < kEights; ++b) {
       maximum[b][0] = maximum[b][1] = minus_infinity();
@@ -146,12 +152,13 @@ struct Int4State {
   }
 
   /// Raises the maxima of rows where a score, with the logarithm of its weight, exceeds them by much.
-  template <int kFragments>
-  __device__ __forceinline__ void raise_maxima(const float (&s)[kEights][kFragments][4],
-                                               const float (&weights)[2 * kFragments]) {
+  template <int kFragments, class Values>
+  __device__ __forceinline__ void raise_maxima(const float (&s)[kEights][kFragments][4], const Values& values) {
     float logarithms[2 * kFragments];
+    if constexpr (Numbers::kWeighsTokens) {
 #pragma unroll
-    for (int i = 0; i < 2 * kFragments; ++i) logarithms[i] = ptx::lg2(weights[i]);
+      for (int i = 0; i < 2 * kFragments; ++i) logarithms[i] = ptx::lg2(values.weights[i]);
+    }
 #pragma unroll
     for (int b = 0; b < kEights; ++b) {
       float highest[2];
@@ -159,8 +166,14 @@ struct Int4State {
       for (int r = 0; r < 2; ++r) {
         highest[r] = minus_infinity();
 #pragma unroll
-        for (int i = 0; i < 2 * kFragments; ++i)
-          highest[r] = fmaxf(highest[r], fmaf(s[b][i / 2][i % 2 * 2 + r], scale, logarithms[i]));
+        for (int i = 0; i < 2 * kFragments; ++i) {
+          const float score = s[b][i / 2][i % 2 * 2 + r];
+          if constexpr (Numbers::kWeighsTokens)
+            highest[r] = fmaxf(highest[r], fmaf(score, scale, logarithms[i]));
+          else
+            highest[r] = fmaxf(highest[r], score);
+        }
+        if constexpr (!Numbers::kWeighsTokens) highest[r] *= scale;
       }
       const auto exceeds = [&](int r) { return highest[r] - maximum[b][r] > kSlack; };
       if (!__any_sync(ptx::kAllLanes, exceeds(0) || exceeds(1))) continue;
@@ -169,14 +182,14 @@ struct Int4State {
       for (int r = 0; r < 2; ++r) {
         highest[r] = over_tokens(highest[r], [](float x, float y) { return fmaxf(x, y); });
         // Only a row's own scores raise its maximum: its bits do not depend on other rows.
-        const float m = exceeds(r) ? highest[r] : maximum[b][r];
+        const float m = exceeds(r) ? highest[r] - Numbers::kHeadroom : maximum[b][r];
         correction[r] = m == minus_infinity() ? 1.0f : ptx::ex2(maximum[b][r] - m);
         maximum[b][r] = m;
         sum[b][r] *= correction[r];
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        zeros[b][i] *= correction[i % 2];
+        if constexpr (Numbers::kHasZeroPoints) zeros[b][i] *= correction[i % 2];
 #pragma unroll
         for (int n = 0; n < kProducts; ++n) o[b][n][i] *= correction[i % 2];
       }
@@ -185,11 +198,10 @@ struct Int4State {
 
   /// One step of the online softmax: turns scores into probabilities, times the weights of tokens, as the second
   /// operand of products. Without softmax the scores are the probabilities.
-  template <bool kUsesSoftmax, int kFragments>
-  __device__ __forceinline__ void update(const float (&s)[kEights][kFragments][4],
-                                         const float (&weights)[2 * kFragments],
+  template <bool kUsesSoftmax, int kFragments, class Values>
+  __device__ __forceinline__ void update(const float (&s)[kEights][kFragments][4], const Values& values,
                                          uint32_t (&p)[kEights][kFragments][2]) {
-    if constexpr (kUsesSoftmax) raise_maxima(s, weights);
+    if constexpr (kUsesSoftmax) raise_maxima(s, values);
 #pragma unroll
     for (int b = 0; b < kEights; ++b) {
       float base[2];
@@ -208,7 +220,8 @@ struct Int4State {
               probability = ptx::ex2(score * scale - base[r]);
               sum[b][r] += probability;
             }
-            weighted[r] = probability * weights[2 * f + i];
+            if constexpr (Numbers::kWeighsTokens) probability *= values.weights[2 * f + i];
+            weighted[r] = probability;
           }
           p[b][f][i] = ptx::transposed(Float16::pack(weighted[0], weighted[1]));
         }
@@ -218,7 +231,9 @@ struct Int4State {
 
   /// O of row r of the lane's two, columns 32 * c + 4g to 32 * c + 4g + 3.
   __device__ __forceinline__ float4 outputs(int b, int r, int c, float factor) const {
-    const float even = factor * 0x1p24f, odd = factor * 0x1p20f, zero = zeros[b][r] * even;
+    constexpr float kEven = power_of_2(Numbers::kExponent), kOdd = power_of_2(Numbers::kOddExponent);
+    const float even = factor * kEven, odd = factor * kOdd;
+    const float zero = Numbers::kHasZeroPoints ? zeros[b][r] * even : 0.0f;
     const float (&first)[4] = o[b][2 * c];
     const float (&second)[4] = o[b][2 * c + 1];
     return make_float4(first[r] * even - zero, second[r] * odd - zero, first[2 + r] * even - zero,
@@ -227,7 +242,9 @@ struct Int4State {
 };
 
 template <class Traits>
-struct Int4Decode {
+struct PackedDecode {
+  using Numbers =
+      typename Conditional<Traits::kKvForm.has_block_scales(), Fp4Numbers<Traits>, Int4Numbers<Traits>>::Type;
   using Variant = typename Traits::Variant;
   using Shared = SharedMemory<Traits>;
   using Place = typename Shared::KvPlace;
@@ -257,7 +274,7 @@ struct Int4Decode {
   /// kEights: of rows.
   template <int kEights>
   __device__ __forceinline__ void run_rows(const WorkItem& item, int q_stage) {
-    using State = Int4State<kEights, Traits::kVColumns>;
+    using State = PackedState<Numbers, kEights, Traits::kVColumns>;
     constexpr int kStep = kEights == 1 ? kTokens : kTokens / 2;  // tokens at a time, as registers allow
     const Shared& shared = ring.shared;
     const int lane = ptx::lane_id(), row = consumer_warp() % 4 * kTokens;  // of a KV tile
@@ -267,8 +284,8 @@ struct Int4Decode {
     if constexpr (!kUsesSoftmax) state.start_sum(consumer_warp() == 0);
     Rows<kEights> rows(params, item.rows, item.group, item.kv_head, 0);
     const auto constants = scores.constants(item, 0);
-    Int4Query<Traits, kEights> query;
-    query.load(ptx::shared_address(shared.q(q_stage)), item.rows.count);
+    PackedQuery<Traits, Numbers, kEights> query;
+    query.load(ptx::shared_address(shared.q(q_stage)), item.rows.count, scale_factor(false));
 
     KvTileStart start = Walk::first(params, item);
     if (warpgroup() == 1) start = next_tile(item, start.token, 1, 1);
@@ -313,12 +330,13 @@ struct Int4Decode {
     return place;
   }
 
-  /// The stored scales of the lane's tokens g + 8i.
-  template <int kCount>
-  __device__ __forceinline__ void load_scales(float (&stored)[kCount], const Place& tile, int row) const {
-    const uint32_t first = ring.shared.token_scales(tile.index) + (row + ptx::lane_id() / 4) * 4;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) stored[i] = __uint_as_float(ptx::load_word(first + 32 * i));
+  /// Of scales of blocks; of V if is_v.
+  __device__ __forceinline__ float scale_factor(bool is_v) const {
+    if constexpr (Traits::kKvForm.has_block_scales()) {
+      const auto& scales = params.variant.template as<typename Variant::Params>().scales;
+      return is_v ? scales.v_factor : scales.k_factor;
+    }
+    return 1.0f;
   }
 
   /// The address of chunk number `chunk` of a token in the packed tile of part number `part`. Chunks are permuted as
@@ -334,26 +352,15 @@ struct Int4Decode {
 
   /// S = K Q^T, times K's scales. The rows of products are tokens. `row`: of the tile, the warp's first.
   template <int kEights, int kFragments>
-  __device__ __forceinline__ void multiply_keys(const Int4Query<Traits, kEights>& query,
+  __device__ __forceinline__ void multiply_keys(const PackedQuery<Traits, Numbers, kEights>& query,
                                                 float (&s)[kEights][kFragments][4], const Place& keys, int row) const {
-    constexpr uint32_t kInteger = 0x4b000000;  // 2^23: integers are its lowest bits
     constexpr int kColumns = Traits::Shape::kQkMultiplied, kLoads = ceil_div(kColumns, 64) * kFragments;
     const int lane = ptx::lane_id();  // as in PermutedRows::columns_first()
     const uint32_t k = chunk_address(keys.index, row + (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
     uint32_t words[2][4];  // of 16 tokens x 64 columns
     ptx::ldmatrix_x4(words[0], k);
-    float stored[2 * kFragments];
-    load_scales(stored, keys, row);
-#pragma unroll
-    for (int i = 0; i < 2 * kFragments; ++i) {
-      const float zero_point =
-          __uint_as_float((__float_as_uint(stored[i]) & Int4Scale::kZeroPoint) | kInteger) - 0x1p23f;
-#pragma unroll
-      for (int b = 0; b < kEights; ++b) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) s[b][i / 2][i % 2 * 2 + r] = -zero_point * query.sums[b][r];
-      }
-    }
+    const typename Numbers::template Keys<kFragments> numbers(ring.shared.token_scales(keys.index), row);
+    numbers.start(query, s);
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int f = i % kFragments, d = i / kFragments, next = i + 1;
@@ -362,8 +369,8 @@ struct Int4Decode {
       for (int half = 0; half < 2; ++half) {
         if (d * 64 + half * 32 >= kColumns) break;
         uint32_t upper[4], lower[4];  // of eight tokens each
-        split_int4(words[i % 2][half], upper);
-        split_int4(words[i % 2][2 + half], lower);
+        numbers.split(words[i % 2][half], 2 * f, 2 * d + half, upper);
+        numbers.split(words[i % 2][2 + half], 2 * f + 1, 2 * d + half, lower);
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
           const uint32_t a[4] = {upper[2 * step], lower[2 * step], upper[2 * step + 1], lower[2 * step + 1]};
@@ -375,62 +382,36 @@ struct Int4Decode {
         }
       }
     }
-#pragma unroll
-    for (int i = 0; i < 2 * kFragments; ++i) {
-      const float of_token = Int4Scale(stored[i]).scale;
-#pragma unroll
-      for (int b = 0; b < kEights; ++b) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) s[b][i / 2][i % 2 * 2 + r] *= of_token * query.to_score[b][r];
-      }
-    }
+    numbers.finish(query, s);
   }
 
-  /// O += V^T P^T, with V's scales in P. The rows of products are columns of V. If no row sees a token, its scale may
-  /// be NaN or infinite: limits keep such scales out of P. A scale of 0 has no logarithm.
+  /// O += V^T P^T. The rows of products are columns of V.
   template <class State, int kEights, int kFragments>
   __device__ __forceinline__ void multiply_values(State& state, const float (&s)[kEights][kFragments][4],
                                                   const Place& values, int row, bool all_seen) const {
-    constexpr float kSmallest = 1e-30f, kLargest = 1e30f;
     constexpr int kColumns = Traits::kVColumns, kLoadsOfFragment = ceil_div(kColumns, 64);
     constexpr int kLoads = kFragments * kLoadsOfFragment;
     const int lane = ptx::lane_id();
     const uint32_t v = chunk_address(values.index, row + (lane & 15), lane >> 4);  // as in rows_first()
     uint32_t words[2][4];                                                          // of 16 tokens x 64 columns
     ptx::ldmatrix_x4_trans(words[0], v);
-    float weights[2 * kFragments];
-    load_scales(weights, values, row);
-    uint32_t zero_points[2 * kFragments];  // of tokens 8i + 2t and 8i + 2t + 1
-#pragma unroll
-    for (int i = 0; i < 2 * kFragments; ++i) {
-      uint32_t stored[2];
-      ptx::load_words(stored, ring.shared.token_scales(values.index) + (row + 8 * i + lane % 4 * 2) * 4);
-      zero_points[i] = __byte_perm(stored[0], stored[1], 0x5410) & Int4Scale::kZeroPoint * 0x10001u;
-      weights[i] = Int4Scale(weights[i]).scale;
-    }
-#pragma unroll
-    for (float& weight : weights) {
-      const bool is_large = !(weight <= kLargest), is_small = weight < kSmallest;  // NaN is large
-      weight = is_small ? kSmallest : is_large & !all_seen ? kLargest : weight;
-    }
+    const typename Numbers::template Values<kFragments> numbers(ring.shared.token_scales(values.index), row, all_seen);
     uint32_t p[kEights][kFragments][2];
-    state.template update<kUsesSoftmax>(s, weights, p);
+    state.template update<kUsesSoftmax>(s, numbers, p);
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int f = i / kLoadsOfFragment, d = i % kLoadsOfFragment, next = i + 1;
       if (next < kLoads)
         ptx::ldmatrix_x4_trans(words[next % 2], block(v, next / kLoadsOfFragment, next % kLoadsOfFragment));
-      if (d == 0) {
-        const uint32_t a[4] = {zero_points[2 * f], zero_points[2 * f], zero_points[2 * f + 1], zero_points[2 * f + 1]};
-#pragma unroll
-        for (int b = 0; b < kEights; ++b) ptx::mma_f16(state.zeros[b], a, p[b][f][0], p[b][f][1]);
+      if constexpr (Numbers::kHasZeroPoints) {
+        if (d == 0) numbers.add_zero_points(state.zeros, f, p);
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (d * 64 + half * 32 >= kColumns) break;
         uint32_t upper[4], lower[4];  // tokens 0 to 7 and 8 to 15
-        split_int4(words[i % 2][2 * half], upper);
-        split_int4(words[i % 2][2 * half + 1], lower);
+        numbers.split(words[i % 2][2 * half], 2 * f, 2 * d + half, upper);
+        numbers.split(words[i % 2][2 * half + 1], 2 * f + 1, 2 * d + half, lower);
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           const uint32_t a[4] = {upper[j], upper[j + 2], lower[j], lower[j + 2]};
@@ -451,6 +432,7 @@ struct Int4Decode {
     const Shared& shared = ring.shared;
     const ItemTarget<Traits> target(params, item, Shared::requests(item));
     const int lane = ptx::lane_id(), warp = consumer_warp();
+    const float v_factor = scale_factor(true);
     auto* const row_maxima = reinterpret_cast<OfWarps<kWarps>*>(shared.row_states());  // [row of the tile], scaled
     auto* const row_sums = row_maxima + kWarpRows;
     char* const outputs = shared.q(q_stage);
@@ -482,7 +464,7 @@ struct Int4Decode {
         if (tile_row >= item.rows.count) continue;
 #pragma unroll
         for (int c = 0; c < kColumns / 32; ++c)
-          *output_chunk(warp, tile_row % 8, 8 * c + lane / 4) = state.outputs(b, r, c, merged.factor);
+          *output_chunk(warp, tile_row % 8, 8 * c + lane / 4) = state.outputs(b, r, c, merged.factor * v_factor);
       }
       // As in write_merged_warps().
       if (b + 1 == kEights) Consumers::fence_outputs();
