@@ -17,8 +17,8 @@ namespace attn::sm90 {
 /// Pairs of numbers (i, i + 4) of a word of e2m1, times 2^-14.
 __device__ __forceinline__ void split_e2m1(uint32_t word, uint32_t (&pairs)[4]) {
   constexpr uint32_t kSigns = 0x80808080, kNumbers = 0x8e008e00;
-  const auto in_bytes = [](uint32_t signs, uint32_t others) { return (signs & kSigns) | (others & ~kSigns); };
-  const uint32_t odd = in_bytes(word, word >> 3), even = in_bytes(word << 4, word << 1);
+  const uint32_t odd = ptx::merged_bits<kSigns>(word, word >> 3);  // in bytes, whose other bits do not count
+  const uint32_t even = ptx::merged_bits<kSigns>(word << 4, word << 1);
   pairs[0] = even << 8 & kNumbers;
   pairs[1] = odd << 8 & kNumbers;
   pairs[2] = even & kNumbers;
@@ -39,22 +39,14 @@ struct Fp4Numbers {
   static constexpr float kHeadroom = 7.0f;
   static constexpr int kWords = Traits::kTuning.token_scale_words;  // of a token, each of 64 columns
 
-  /// Multiplies the numbers of a word. `scales`: a pair of them in each half, e4m3; `half`: which pair.
-  __device__ __forceinline__ static void split(uint32_t word, uint32_t scales, int half, uint32_t (&pairs)[4]) {
-    split_e2m1(word, pairs);
-    const uint32_t scale = ptx::f16_of_e4m3(static_cast<uint16_t>(scales >> half * 16));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) pairs[i] = ptx::mul_f16(pairs[i], scale);
-  }
-
   /// The scales of token g + 8i: its words in products have columns 8t to 8t + 7 of each 32.
   template <int kFragments>
   struct Keys {
-    uint32_t scales[2 * kFragments][kWords];
+    uint32_t scales[2 * kFragments][kWords];  // of columns 32c to 32c + 31 for even c, then for odd c; e4m3
 
     __device__ __forceinline__ Keys(uint32_t from, int row) {
       const int lane = ptx::lane_id();
-      const uint32_t selector = 0x2200 + 0x1111 * (lane % 4 / 2);
+      const uint32_t selector = 0x4420 + 0x0011 * (lane % 4 / 2);
       const uint32_t first = from + (row + lane / 4) * kWords * 4;
 #pragma unroll
       for (int i = 0; i < 2 * kFragments; ++i) {
@@ -76,7 +68,11 @@ struct Fp4Numbers {
 
     /// A word of tokens 8i to 8i + 7, and of columns 32c to 32c + 31.
     __device__ __forceinline__ void split(uint32_t word, int i, int c, uint32_t (&pairs)[4]) const {
-      Fp4Numbers::split(word, scales[i][c / 2], c % 2, pairs);
+      split_e2m1(word, pairs);
+      const uint32_t of_halves = ptx::f16_of_e4m3_in<0>(scales[i][c / 2]);
+#pragma unroll
+      for (int n = 0; n < 4; ++n)
+        pairs[n] = c % 2 == 0 ? ptx::mul_f16_by<0>(pairs[n], of_halves) : ptx::mul_f16_by<1>(pairs[n], of_halves);
     }
 
     template <class Query, int kEights>
@@ -93,7 +89,7 @@ struct Fp4Numbers {
   /// row sees a token, its scale may be NaN: it must not reach O.
   template <int kFragments>
   struct Values {
-    uint32_t scales[2 * kFragments][kWords];
+    uint32_t scales[2 * kFragments][kWords];  // a pair of columns 32c to 32c + 31 for even c, then for odd c; e4m3
 
     __device__ __forceinline__ Values(uint32_t from, int row, bool all_seen) {
       const int lane = ptx::lane_id();
@@ -115,7 +111,11 @@ struct Fp4Numbers {
     }
 
     __device__ __forceinline__ void split(uint32_t word, int i, int c, uint32_t (&pairs)[4]) const {
-      Fp4Numbers::split(word, scales[i][c / 2], c % 2, pairs);
+      split_e2m1(word, pairs);
+      const uint32_t scale =
+          c % 2 == 0 ? ptx::f16_of_e4m3_in<0>(scales[i][c / 2]) : ptx::f16_of_e4m3_in<1>(scales[i][c / 2]);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) pairs[n] = ptx::mul_f16(pairs[n], scale);
     }
   };
 

@@ -84,6 +84,21 @@ __device__ __forceinline__ uint32_t f16_of_e4m3(uint16_t pair) {
   return d;
 }
 
+/// The two e4m3 numbers in one half of a word.
+template <int kHalf>
+__device__ __forceinline__ uint32_t f16_of_e4m3_in(uint32_t word) {
+#if __CUDA_ARCH__ >= 890
+  uint32_t d;
+  if (kHalf == 0)
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low; }" : "=r"(d) : "r"(word));
+  else
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high; }" : "=r"(d) : "r"(word));
+  return d;
+#else
+  return f16_of_e4m3(static_cast<uint16_t>(word >> kHalf * 16));
+#endif
+}
+
 /// Two e5m2 numbers: the upper bytes of f16 numbers.
 __device__ __forceinline__ uint32_t f16_of_e5m2(uint16_t pair) { return __byte_perm(pair, 0, 0x1404); }
 
@@ -98,6 +113,31 @@ __device__ __forceinline__ uint32_t sub_f16(uint32_t a, uint32_t b) {
 __device__ __forceinline__ uint32_t mul_f16(uint32_t a, uint32_t b) {
   uint32_t d;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+/// Products of a pair and one number of another.
+template <int kHalf>
+__device__ __forceinline__ uint32_t mul_f16_by(uint32_t pair, uint32_t factors) {
+  uint32_t d;
+  if (kHalf == 0)
+    asm("{ .reg .b16 low, high; .reg .b32 both; mov.b32 {low, high}, %2; mov.b32 both, {low, low};"
+        " mul.rn.f16x2 %0, %1, both; }"
+        : "=r"(d)
+        : "r"(pair), "r"(factors));
+  else
+    asm("{ .reg .b16 low, high; .reg .b32 both; mov.b32 {low, high}, %2; mov.b32 both, {high, high};"
+        " mul.rn.f16x2 %0, %1, both; }"
+        : "=r"(d)
+        : "r"(pair), "r"(factors));
+  return d;
+}
+
+/// Bits of `a` where kMask has ones, of `b` elsewhere. (From C++ the compiler makes two instructions.)
+template <uint32_t kMask>
+__device__ __forceinline__ uint32_t merged_bits(uint32_t a, uint32_t b) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(d) : "r"(a), "r"(b), "n"(kMask));
   return d;
 }
 

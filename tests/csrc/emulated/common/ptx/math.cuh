@@ -44,6 +44,10 @@ uint32_t f16_of_pair(uint16_t pair) {
 }
 
 inline uint32_t f16_of_e4m3(uint16_t pair) { return f16_of_pair<cpu::Float8E4M3>(pair); }
+template <int kHalf>
+uint32_t f16_of_e4m3_in(uint32_t word) {
+  return f16_of_e4m3(static_cast<uint16_t>(word >> kHalf * 16));
+}
 inline uint32_t f16_of_e5m2(uint16_t pair) { return f16_of_pair<cpu::Float8E5M2>(pair); }
 
 inline float f16_in(uint32_t pair, int half) {
@@ -54,6 +58,14 @@ inline uint32_t sub_f16(uint32_t a, uint32_t b) {
 }
 inline uint32_t mul_f16(uint32_t a, uint32_t b) {
   return f16_of(f16_in(a, 0) * f16_in(b, 0)) | f16_of(f16_in(a, 1) * f16_in(b, 1)) << 16;
+}
+template <int kHalf>
+uint32_t mul_f16_by(uint32_t pair, uint32_t factors) {
+  return mul_f16(pair, (factors >> kHalf * 16 & 0xffff) * 0x10001);
+}
+template <uint32_t kMask>
+uint32_t merged_bits(uint32_t a, uint32_t b) {
+  return (a & kMask) | (b & ~kMask);
 }
 inline uint16_t pack_int8(float low, float high) {
   const auto byte = [](float x) {
