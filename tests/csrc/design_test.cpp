@@ -135,8 +135,8 @@ void check_widths() {
   expect_equal(launch_sm90(params, false, attn::HeadDims(576, 512)).params.v_is_k, 0, "V beyond K's first columns");
 }
 
-/// Of int4 caches, two tokens are a row of a box if they lie together and the box keeps eight rows.
-void check_packed() {
+/// Of int4 and NVFP4 caches, two tokens are a row of a box if they lie together and the box keeps eight rows.
+void check_packed(attn::DataType dtype) {
   constexpr int64_t kTokenBytes = 64;
   const struct {
     int32_t page_size;
@@ -149,14 +149,24 @@ void check_packed() {
     params.k = params.v = of.heads_follow
                               ? attn::KvTensor{kMemory, page_stride, kTokenBytes, of.page_size * kTokenBytes}
                               : attn::KvTensor{kMemory, page_stride, kKvHeads * kTokenBytes, kTokenBytes};
-    const attn::TmaParams made =
-        launch_sm90(params, false, kHeadDim, attn::DataType::kInt4, attn::DataType::kBFloat16, true).params;
+    const attn::TmaParams made = launch_sm90(params, false, kHeadDim, dtype).params;
     expect_equal(made.has_token_pairs, of.pairs, "rows of two tokens");
     const attn::Tensor4d& v = encoded.back();
     expect_equal(v.box[0], of.row_bytes, "bytes of a packed row");
     expect_equal(v.box[1], of.rows, "rows of a packed box");
     expect_equal(v.sizes[0] * v.sizes[1], of.page_size * kTokenBytes, "bytes of a head's page");
   }
+}
+
+/// Tiles of MX and of wider heads are dequantized in the ring.
+void check_not_packed() {
+  const attn::LatentAttentionParams params = make_params(16, 4);
+  launch_sm90(params, false, kHeadDim, attn::DataType::kInt4);
+  const size_t maps = encoded.size();
+  launch_sm90(params, false, kHeadDim, attn::DataType::kMxFp4);
+  expect_equal(static_cast<int64_t>(encoded.size()), static_cast<int64_t>(maps - 2), "maps over MX");
+  launch_sm90(params, false, 192, attn::DataType::kNvFp4);
+  expect_equal(static_cast<int64_t>(encoded.size()), static_cast<int64_t>(maps - 2), "maps of wide heads");
 }
 
 /// A latent as a cache of one KV head: K's and V's strides of that head differ, and are not used.
@@ -218,7 +228,9 @@ int main() {
   check_caches();
   check_rows();
   check_float8();
-  check_packed();
+  check_packed(attn::DataType::kInt4);
+  check_packed(attn::DataType::kNvFp4);
+  check_not_packed();
   check_widths();
   check_latents();
   check_parts_of_q();

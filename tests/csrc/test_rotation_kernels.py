@@ -16,7 +16,7 @@ import pytest
 import torch
 from compositions import Shape
 from device_attention import KERNELS, DeviceAttention
-from float8_cases import INT4, ROUNDED_TOLERANCE
+from float8_cases import INT4, NVFP4, ROUNDED_TOLERANCE
 from float8_kernels import BATCHES
 from float8_outputs import check_rounded, out_of_8_bits, scale_for
 from rotations import (
@@ -50,6 +50,7 @@ FORMS = (
     (F16, 64, INT4, "token"),
     (BF16, 96, INT4, "token"),
     (BF16, 256, INT4, "token"),
+    (BF16, 128, NVFP4, "token"),
 )
 
 

@@ -12,12 +12,22 @@ import numpy
 import pytest
 import torch
 from device_attention import CACHES, KERNELS, DeviceAttention
-from float8_cases import FP4_DTYPES, INT4, MXFP4, NVFP4, TOKEN_DTYPES, Float8Case, rounding
+from float8_cases import (
+    FP4_DTYPES,
+    INT4,
+    MXFP4,
+    NVFP4,
+    ROUNDED_TOLERANCE,
+    TOKEN_DTYPES,
+    Float8Case,
+    lse_tolerance_of_rounded_k,
+    rounding,
+)
 from float8_kernels import BATCHES, FORMS, run_and_check
 from tiers import distinct, in_turn
 from variant_fuzz.catalogue import by_reference
 
-from attn_backend import KVCache
+from attn_backend import BlockScales, KVCache
 from attn_backend.variants import builtin
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
@@ -63,8 +73,12 @@ def test_random_cases(
 
 
 @pytest.mark.parametrize("page_size", [8, 16, 64])
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_int4_pages_with_one_head_after_another(emulated: Path, head_dim: int, page_size: int) -> None:
+@pytest.mark.parametrize(
+    ("stored", "head_dim"), [(INT4, 64), (INT4, 96), (INT4, 128), (NVFP4, 64), (NVFP4, 128)]
+)
+def test_4_bit_pages_with_one_head_after_another(
+    emulated: Path, stored: str, head_dim: int, page_size: int
+) -> None:
     """Two tokens of a head are a row of 128 bytes, if boxes then have enough rows."""
     for seed, qo_lens in enumerate([(1, 1, 3), (1, 70, 2)]):
         spec = cases.Spec(
@@ -78,8 +92,24 @@ def test_int4_pages_with_one_head_after_another(emulated: Path, head_dim: int, p
             num_ctas=3,
             seed=seed,
         )
-        problem = Float8Case(spec, "cpu", INT4, "token", "token")
+        problem = Float8Case(spec, "cpu", stored, "token", "token")
         run_and_check(problem, emulated, "hopper", seed)
+
+
+@pytest.mark.parametrize("stored", [INT4, NVFP4])
+def test_sinks(emulated: Path, stored: str) -> None:
+    """In decodes that multiply numbers as they are stored, and in prefills."""
+    spec = cases.Spec((1, 70, 3), (200, 90, 30), num_kv_heads=2, group_size=2, head_dim=64, num_ctas=3)
+    problem = Float8Case(spec, "cpu", stored, "token", "token")
+    case, sinks = problem.case, torch.linspace(-2, 3, 4)
+    made = case.attention(kernel="hopper", sinks=True, **problem.options)
+    attention = DeviceAttention(emulated, made, "hopper", 0)
+    attention.plan(case.view)
+    case.run(attention, out=case.out, lse=case.lse, sinks=sinks)  # type: ignore[arg-type]
+    expected, expected_lse = problem.expected(sinks=sinks)
+    tolerance = 2 * ROUNDED_TOLERANCE
+    assert (case.out[: case.rows].double() - expected).norm() <= tolerance * expected.norm()
+    assert (case.lse[: case.rows].double() - expected_lse).abs().max() <= 2 * lse_tolerance_of_rounded_k(spec)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -99,7 +129,7 @@ def test_variants_that_transform_rows(emulated: Path, kernel: str) -> None:
         problem.check(case.out, case.lse, kernel, rounding(by_reference(variant, {}), variant, spec.dtype))
 
 
-@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, INT4], ids=str)
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, INT4, NVFP4], ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_variants_without_softmax(emulated: Path, kernel: str, stored: torch.dtype | str) -> None:
     """Weights of hidden tokens are 0, whatever the scales of unused slots are."""
@@ -115,7 +145,7 @@ def test_variants_without_softmax(emulated: Path, kernel: str, stored: torch.dty
     problem.check(case.out, None, kernel, rounding(exact, variant, spec.dtype))
 
 
-@pytest.mark.parametrize("stored", [*TOKEN_DTYPES, MXFP4], ids=str)
+@pytest.mark.parametrize("stored", [*TOKEN_DTYPES, *FP4_DTYPES], ids=str)
 def test_a_head_of_q_that_is_not_finite_changes_no_other(emulated: Path, stored: torch.dtype | str) -> None:
     """It shares a row tile with the others."""
     spec = cases.Spec((1, 1), (200, 90), num_kv_heads=2, group_size=4, head_dim=64, num_ctas=3)
@@ -133,12 +163,14 @@ def test_a_head_of_q_that_is_not_finite_changes_no_other(emulated: Path, stored:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("stored", TOKEN_DTYPES, ids=str)
+@pytest.mark.parametrize("stored", [*TOKEN_DTYPES, NVFP4], ids=str)
 def test_values_with_a_scale_of_0(emulated: Path, kernel: str, stored: torch.dtype | str) -> None:
     """They are zeros, and count in the softmax."""
     spec = cases.Spec((1, 3), (200, 90), num_kv_heads=1, group_size=4, head_dim=64, page_size=16, num_ctas=3)
     problem = Float8Case(spec, "cpu", stored, "token", "token")
     v_scale = problem.case.kv.v_scale
+    if isinstance(v_scale, BlockScales):
+        v_scale = v_scale.blocks.view(torch.uint8)
     assert isinstance(v_scale, torch.Tensor)
     for own in problem.case.slots:
         v_scale[own[:40] // 16, own[:40] % 16] = 0

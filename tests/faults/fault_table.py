@@ -25,6 +25,7 @@ ROW_GROUPS = "tests/csrc/test_attention_row_groups.py"
 FLOAT8_OUTPUTS = ("tests/csrc/test_float8_output_kernels.py", "-k", "16_bits and hopper and 64-64")
 FEED = ("tests/csrc/test_feed_kernels.py", "-k", "bits_of_prompts or many_orders")
 FLOAT8_QUERIES = ("tests/csrc/test_float8_kernels.py", "-k", "queries_of_8_bits and hopper and 64")
+NVFP4_KERNELS = ("tests/csrc/test_token_scale_kernels.py", "-k", "random and hopper and nvfp4 and 128")
 INT4_KERNELS = ("tests/csrc/test_token_scale_kernels.py", "-k", "random and hopper and int4 and 128")
 SGLANG = ("tests/adapters/sglang/test_sglang_backend.py",)
 VLLM = ("tests/adapters/vllm",)
@@ -1086,17 +1087,38 @@ FAULTS = (
     ),
     Fault(
         "int4 decode: zero points of K are not subtracted",
-        "csrc/attention/sm90/int4_decode.cuh",
+        "csrc/attention/sm90/int4_numbers.cuh",
         "= -zero_point * query.sums[b][r];",
         "= 0.0f;",
         INT4_KERNELS,
     ),
     Fault(
         "int4 decode: chunks of 64-byte rows are permuted as if rows had 128 bytes",
-        "csrc/attention/sm90/int4_decode.cuh",
+        "csrc/attention/sm90/packed_decode.cuh",
         "row & (tma_params.has_token_pairs ? 7 : 3)",
         "row & 7",
         INT4_KERNELS,
+    ),
+    Fault(
+        "NVFP4 decode: lanes of the second block take scales of the first",
+        "csrc/attention/sm90/fp4_numbers.cuh",
+        "0x4420 + 0x0011 * (lane % 4 / 2)",
+        "0x4420",
+        NVFP4_KERNELS,
+    ),
+    Fault(
+        "NVFP4 decode: scales of unused slots reach O",
+        "csrc/attention/sm90/fp4_numbers.cuh",
+        "      if (all_seen) return;\n",
+        "      return;\n",
+        NVFP4_KERNELS,
+    ),
+    Fault(
+        "NVFP4 decode: second half of the scales is not copied",
+        "csrc/attention/feed/kv_copiers.cuh",
+        "first < (Traits::kTakesPacked ? 2 : 1) * kChunks",
+        "first < kChunks",
+        ("tests/csrc/test_token_scale_kernels.py", "-k", "one_head_after_another and nvfp4 and 128"),
     ),
     Fault(
         "int4 decode: both warps that load K load the same tiles",

@@ -7,6 +7,7 @@
 // Scales multiply numbers, not sums: the columns of a product are of two blocks, and so are its rows in V^T P^T.
 #pragma once
 
+#include "attention/feed/shared_memory.cuh"
 #include "common/platform.h"
 #include "common/ptx/math.cuh"
 #include "common/ptx/mma.cuh"
@@ -33,6 +34,7 @@ __device__ __forceinline__ uint32_t finite_e4m3(uint32_t word) {
 
 template <class Traits>
 struct Fp4Numbers {
+  using Shared = SharedMemory<Traits>;
   static constexpr int kExponent = 14, kOddExponent = 14;
   static constexpr bool kHasZeroPoints = false;
   static constexpr bool kWeighsTokens = false;
@@ -44,10 +46,10 @@ struct Fp4Numbers {
   struct Keys {
     uint32_t scales[2 * kFragments][kWords];  // of columns 32c to 32c + 31 for even c, then for odd c; e4m3
 
-    __device__ __forceinline__ Keys(uint32_t from, int row) {
+    __device__ __forceinline__ Keys(const Shared& shared, int part, int row) {
       const int lane = ptx::lane_id();
       const uint32_t selector = 0x4420 + 0x0011 * (lane % 4 / 2);
-      const uint32_t first = from + (row + lane / 4) * kWords * 4;
+      const uint32_t first = shared.token_scales(part) + (row + lane / 4) * kWords * 4;
 #pragma unroll
       for (int i = 0; i < 2 * kFragments; ++i) {
         uint32_t words[kWords];
@@ -91,10 +93,10 @@ struct Fp4Numbers {
   struct Values {
     uint32_t scales[2 * kFragments][kWords];  // a pair of columns 32c to 32c + 31 for even c, then for odd c; e4m3
 
-    __device__ __forceinline__ Values(uint32_t from, int row, bool all_seen) {
+    __device__ __forceinline__ Values(const Shared& shared, int part, int row, bool all_seen) {
       const int lane = ptx::lane_id();
       const uint32_t selector = 0x6240 + 0x1111 * (lane / 16);
-      const uint32_t first = from + (row + lane % 4 * 2) * kWords * 4;
+      const uint32_t first = shared.token_scales(part) + (row + lane % 4 * 2) * kWords * 4;
 #pragma unroll
       for (int i = 0; i < 2 * kFragments; ++i) {
         uint32_t words[2 * kWords];

@@ -6,6 +6,7 @@
 // are one more product.
 #pragma once
 
+#include "attention/feed/shared_memory.cuh"
 #include "cache/kv_cache.h"
 #include "common/platform.h"
 #include "common/ptx/mma.cuh"
@@ -25,6 +26,7 @@ __device__ __forceinline__ void split_int4(uint32_t word, uint32_t (&pairs)[4]) 
 
 template <class Traits>
 struct Int4Numbers {
+  using Shared = SharedMemory<Traits>;
   static constexpr int kExponent = 24, kOddExponent = 20;
   static constexpr bool kHasZeroPoints = true;
   static constexpr bool kWeighsTokens = true;
@@ -32,8 +34,8 @@ struct Int4Numbers {
 
   /// The stored scales of the lane's tokens g + 8i.
   template <int kCount>
-  __device__ __forceinline__ static void load_scales(float (&stored)[kCount], uint32_t scales, int row) {
-    const uint32_t first = scales + (row + ptx::lane_id() / 4) * 4;
+  __device__ __forceinline__ static void load_scales(float (&stored)[kCount], const Shared& shared, int part, int row) {
+    const uint32_t first = shared.token_scales(part) + (row + ptx::lane_id() / 4) * 4;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) stored[i] = __uint_as_float(ptx::load_word(first + 32 * i));
   }
@@ -42,7 +44,7 @@ struct Int4Numbers {
   struct Keys {
     float stored[2 * kFragments];
 
-    __device__ __forceinline__ Keys(uint32_t scales, int row) { load_scales(stored, scales, row); }
+    __device__ __forceinline__ Keys(const Shared& shared, int part, int row) { load_scales(stored, shared, part, row); }
 
     template <class Query, int kEights>
     __device__ __forceinline__ void start(const Query& query, float (&s)[kEights][kFragments][4]) const {
@@ -84,13 +86,13 @@ struct Int4Numbers {
     float weights[2 * kFragments];
     uint32_t zero_points[2 * kFragments];  // of tokens 8i + 2t and 8i + 2t + 1
 
-    __device__ __forceinline__ Values(uint32_t scales, int row, bool all_seen) {
+    __device__ __forceinline__ Values(const Shared& shared, int part, int row, bool all_seen) {
       constexpr float kSmallest = 1e-30f, kLargest = 1e30f;
-      load_scales(weights, scales, row);
+      load_scales(weights, shared, part, row);
 #pragma unroll
       for (int i = 0; i < 2 * kFragments; ++i) {
         uint32_t stored[2];
-        ptx::load_words(stored, scales + (row + 8 * i + ptx::lane_id() % 4 * 2) * 4);
+        ptx::load_words(stored, shared.token_scales(part) + (row + 8 * i + ptx::lane_id() % 4 * 2) * 4);
         zero_points[i] = __byte_perm(stored[0], stored[1], 0x5410) & Int4Scale::kZeroPoint * 0x10001u;
         weights[i] = Int4Scale(weights[i]).scale;
       }

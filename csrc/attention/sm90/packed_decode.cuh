@@ -359,7 +359,7 @@ struct PackedDecode {
     const uint32_t k = chunk_address(keys.index, row + (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
     uint32_t words[2][4];  // of 16 tokens x 64 columns
     ptx::ldmatrix_x4(words[0], k);
-    const typename Numbers::template Keys<kFragments> numbers(ring.shared.token_scales(keys.index), row);
+    const typename Numbers::template Keys<kFragments> numbers(ring.shared, keys.index, row);
     numbers.start(query, s);
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
@@ -395,7 +395,7 @@ struct PackedDecode {
     const uint32_t v = chunk_address(values.index, row + (lane & 15), lane >> 4);  // as in rows_first()
     uint32_t words[2][4];                                                          // of 16 tokens x 64 columns
     ptx::ldmatrix_x4_trans(words[0], v);
-    const typename Numbers::template Values<kFragments> numbers(ring.shared.token_scales(values.index), row, all_seen);
+    const typename Numbers::template Values<kFragments> numbers(ring.shared, values.index, row, all_seen);
     uint32_t p[kEights][kFragments][2];
     state.template update<kUsesSoftmax>(s, numbers, p);
 #pragma unroll
