@@ -223,26 +223,41 @@ def test_heads_of_different_widths(emulated: Path, kernel: str, stored: torch.dt
         run_and_check(problem, emulated, kernel, number, cascade=False)
 
 
+@pytest.mark.parametrize(
+    ("stored", "head_dim"), [(torch.int8, 64), (INT4, 128), (NVFP4, 128)], ids=["int8", INT4, NVFP4]
+)
 @pytest.mark.parametrize("is_by_head", [False, True], ids=["NHD", "HND"])
-def test_pages_with_scales_at_their_end(emulated: Path, is_by_head: bool) -> None:
+def test_pages_with_scales_at_their_end(
+    emulated: Path, is_by_head: bool, stored: torch.dtype | str, head_dim: int
+) -> None:
     """A page, or each head's part of it, holds all rows, then all scales: rows then are as far apart as TMA
-    needs.
+    needs. One copy loads the scales of a box.
     """
-    spec = cases.Spec((1, 40), (70, 90), num_kv_heads=2, group_size=2, head_dim=64, page_size=16, num_ctas=3)
-    problem = Float8Case(spec, "cpu", torch.int8, "token", "token")
+    spec = cases.Spec(
+        (1, 40, 1), (70, 90, 270), num_kv_heads=2, group_size=2, head_dim=head_dim, page_size=16, num_ctas=3
+    )
+    problem = Float8Case(spec, "cpu", stored, "token", "token")
     case, kv = problem.case, problem.case.kv
     inner = (16, 1) if is_by_head else (16, 2)  # tokens and heads whose rows lie together
-    count = inner[0] * inner[1]
-    parts = torch.zeros(kv.num_pages, 2 // inner[1], 2 * count * (64 + 4), dtype=torch.int8)
-    rows, scales = parts[..., : 2 * count * 64], parts[..., 2 * count * 64 :].view(torch.float32)
-    k, v = (x.transpose(1, 2).flatten(2, 3) for x in rows.unflatten(2, (2, *inner, 64)).unbind(2))
-    by_head = scales.unflatten(2, (2, inner[1], 16)).unbind(2)
+    count, scale_bytes = inner[0] * inner[1], 8 if stored == NVFP4 else 4
+    parts = torch.zeros(kv.num_pages, 2 // inner[1], 2 * count * (64 + scale_bytes), dtype=torch.uint8)
+    rows, scales = parts[..., : 2 * count * 64], parts[..., 2 * count * 64 :]
+    k, v = (
+        x.transpose(1, 2).flatten(2, 3).view(kv.k.dtype) for x in rows.unflatten(2, (2, *inner, 64)).unbind(2)
+    )
+    by_head = scales.unflatten(2, (2, inner[1], 16, scale_bytes)).unbind(2)
     k_scale, v_scale = (x.flatten(1, 2).transpose(1, 2) for x in by_head)
+    made = []
     for to, of in ((k, kv.k), (v, kv.v), (k_scale, kv.k_scale), (v_scale, kv.v_scale)):
-        assert isinstance(of, torch.Tensor)
         assert to.untyped_storage().data_ptr() == parts.data_ptr()
-        to.copy_(of)
-    case.kv = KVCache.from_pair(k, v, k_scale=k_scale, v_scale=v_scale)
+        tensor = of.blocks if isinstance(of, BlockScales) else of
+        assert isinstance(tensor, torch.Tensor)
+        typed = to.view(tensor.dtype)
+        if tensor.dtype == torch.float32:
+            typed = typed.squeeze(-1)
+        typed.copy_(tensor)
+        made.append(BlockScales(typed, of.factor) if isinstance(of, BlockScales) else typed)
+    case.kv = KVCache.from_pair(made[0], made[1], k_scale=made[2], v_scale=made[3])
     assert run_and_check(problem, emulated, "hopper", 0, cascade=False) == "attention"
 
 
