@@ -88,11 +88,12 @@ struct Int4Numbers {
 
     __device__ __forceinline__ Values(const Shared& shared, int part, int row, bool all_seen) {
       constexpr float kSmallest = 1e-30f, kLargest = 1e30f;
+      const int lane = ptx::lane_id();
       load_scales(weights, shared, part, row);
 #pragma unroll
       for (int i = 0; i < 2 * kFragments; ++i) {
         uint32_t stored[2];
-        ptx::load_words(stored, shared.token_scales(part) + (row + 8 * i + ptx::lane_id() % 4 * 2) * 4);
+        ptx::load_words(stored, shared.token_scales(part) + (row + 8 * i + lane % 4 * 2) * 4);
         zero_points[i] = __byte_perm(stored[0], stored[1], 0x5410) & Int4Scale::kZeroPoint * 0x10001u;
         weights[i] = Int4Scale(weights[i]).scale;
       }
