@@ -24,12 +24,14 @@ struct KvForm {
   bool multiplies_float8;  // prefill multiplies 8-bit elements as they are (sm90/float8_prefill.cuh)
   bool has_token_scales;   // TokenScales
   DataType dtype;          // of 4 bits; others are all alike
+  bool is_for_bf16;        // products take bf16 numbers
   ATTN_HD constexpr KvForm(int32_t element_bytes_, bool multiplies_float8_ = false, bool has_token_scales_ = false,
-                           DataType dtype_ = DataType::kFloat32)
+                           DataType dtype_ = DataType::kFloat32, bool is_for_bf16_ = false)
       : element_bytes(element_bytes_),
         multiplies_float8(multiplies_float8_),
         has_token_scales(has_token_scales_),
-        dtype(attn::has_4_bits(dtype_) ? dtype_ : DataType::kFloat32) {}
+        dtype(attn::has_4_bits(dtype_) ? dtype_ : DataType::kFloat32),
+        is_for_bf16(is_for_bf16_) {}
 
   ATTN_HD constexpr bool has_4_bits() const { return attn::has_4_bits(dtype); }
   /// TokenScales are of blocks.

@@ -48,7 +48,9 @@ struct AttentionConfig {
   bool rotation;           // The cache's rows are rotated (common/rotation.h).
 
   HeadDims dims() const { return HeadDims(head_dim, head_dim_v); }
-  KvForm kv_form() const { return KvForm(bytes_of(kv_dtype), multiplies_float8, token_scales, kv_dtype); }
+  KvForm kv_form() const {
+    return KvForm(bytes_of(kv_dtype), multiplies_float8, token_scales, kv_dtype, dtype == DataType::kBFloat16);
+  }
   DLDevice dl_device() const { return DLDevice{on_cuda ? kDLCUDA : kDLCPU, device}; }
 };
 

@@ -52,12 +52,12 @@ struct Launched {
 
 Launched launch_sm90(const attn::LatentAttentionParams& params, bool is_ragged, attn::HeadDims dims = kHeadDim,
                      attn::DataType kv_dtype = attn::DataType::kBFloat16,
-                     attn::DataType q_dtype = attn::DataType::kBFloat16) {
+                     attn::DataType q_dtype = attn::DataType::kBFloat16, bool is_for_bf16 = true) {
   static const int32_t indices[1] = {};
   attn::PlanLevel level{};
   level.table.indices = is_ragged ? nullptr : indices;
   const attn::KernelCode codes[2] = {{kMemory, 1}, {kMemory, 2}};
-  const attn::KvForm form(attn::bytes_of(kv_dtype), false, attn::has_4_bits(kv_dtype), kv_dtype);
+  const attn::KvForm form(attn::bytes_of(kv_dtype), false, attn::has_4_bits(kv_dtype), kv_dtype, is_for_bf16);
   const attn::LaunchContext context{
       &level, 1, attn::DataType::kBFloat16, q_dtype, kv_dtype, dims, codes, {kMemory, 3}, encode, form, {}};
   attn::KernelArguments arguments;
@@ -135,7 +135,7 @@ void check_widths() {
   expect_equal(launch_sm90(params, false, attn::HeadDims(576, 512)).params.v_is_k, 0, "V beyond K's first columns");
 }
 
-/// Of int4 and NVFP4 caches, two tokens are a row of a box if they lie together and the box keeps eight rows.
+/// Of 4-bit caches, two tokens are a row of a box if they lie together and the box keeps eight rows.
 void check_packed(attn::DataType dtype) {
   constexpr int64_t kTokenBytes = 64;
   const struct {
@@ -158,12 +158,12 @@ void check_packed(attn::DataType dtype) {
   }
 }
 
-/// Tiles of MX and of wider heads are dequantized in the ring.
+/// Tiles of MX for f16, and of wider heads, are dequantized in the ring.
 void check_not_packed() {
   const attn::LatentAttentionParams params = make_params(16, 4);
   launch_sm90(params, false, kHeadDim, attn::DataType::kInt4);
   const size_t maps = encoded.size();
-  launch_sm90(params, false, kHeadDim, attn::DataType::kMxFp4);
+  launch_sm90(params, false, kHeadDim, attn::DataType::kMxFp4, attn::DataType::kFloat16, false);
   expect_equal(static_cast<int64_t>(encoded.size()), static_cast<int64_t>(maps - 2), "maps over MX");
   launch_sm90(params, false, 192, attn::DataType::kNvFp4);
   expect_equal(static_cast<int64_t>(encoded.size()), static_cast<int64_t>(maps - 2), "maps of wide heads");
@@ -230,6 +230,7 @@ int main() {
   check_float8();
   check_packed(attn::DataType::kInt4);
   check_packed(attn::DataType::kNvFp4);
+  check_packed(attn::DataType::kMxFp4);
   check_not_packed();
   check_widths();
   check_latents();

@@ -139,7 +139,8 @@ void run_attention(const ScheduleConfig& config, PassedAttention& passed, uint32
   const HeadDims dims(static_cast<int32_t>(passed.sizes[2]), static_cast<int32_t>(passed.sizes[5]));
   const auto o_dtype = params.has_out_scale() ? DataType::kFloat8E4M3 : static_cast<DataType>(passed.dtype);
   const auto q_dtype = static_cast<DataType>(passed.q_dtype), kv_dtype = static_cast<DataType>(passed.kv_dtype);
-  const KvForm kv_form(bytes_of(kv_dtype), passed.multiplies_float8 != 0, passed.has_token_scales != 0, kv_dtype);
+  const KvForm kv_form(bytes_of(kv_dtype), passed.multiplies_float8 != 0, passed.has_token_scales != 0, kv_dtype,
+                       static_cast<DataType>(passed.dtype) == DataType::kBFloat16);
   const int32_t rows = passed.dequantizes ? config.dequantized_tokens : 0;
   const int64_t k_bytes = int64_t{rows} * params.num_kv_heads * dequantized_columns(dims.qk) * 2;
   const DequantizedKv dequantized{passed.dequantized, static_cast<char*>(passed.dequantized) + k_bytes,

@@ -16,7 +16,7 @@ import pytest
 import torch
 from compositions import Shape
 from device_attention import KERNELS, DeviceAttention
-from float8_cases import INT4, NVFP4, ROUNDED_TOLERANCE
+from float8_cases import INT4, MXFP4, NVFP4, ROUNDED_TOLERANCE
 from float8_kernels import BATCHES
 from float8_outputs import check_rounded, out_of_8_bits, scale_for
 from rotations import (
@@ -51,6 +51,7 @@ FORMS = (
     (BF16, 96, INT4, "token"),
     (BF16, 256, INT4, "token"),
     (BF16, 128, NVFP4, "token"),
+    (BF16, 64, MXFP4, "token"),
 )
 
 

@@ -74,7 +74,7 @@ def test_random_cases(
 
 @pytest.mark.parametrize("page_size", [8, 16, 64])
 @pytest.mark.parametrize(
-    ("stored", "head_dim"), [(INT4, 64), (INT4, 96), (INT4, 128), (NVFP4, 64), (NVFP4, 128)]
+    ("stored", "head_dim"), [(INT4, 64), (INT4, 96), (INT4, 128), (NVFP4, 64), (NVFP4, 128), (MXFP4, 128)]
 )
 def test_4_bit_pages_with_one_head_after_another(
     emulated: Path, stored: str, head_dim: int, page_size: int
@@ -96,7 +96,7 @@ def test_4_bit_pages_with_one_head_after_another(
         run_and_check(problem, emulated, "hopper", seed)
 
 
-@pytest.mark.parametrize("stored", [INT4, NVFP4])
+@pytest.mark.parametrize("stored", [INT4, *FP4_DTYPES])
 def test_sinks(emulated: Path, stored: str) -> None:
     """In decodes that multiply numbers as they are stored, and in prefills."""
     spec = cases.Spec((1, 70, 3), (200, 90, 30), num_kv_heads=2, group_size=2, head_dim=64, num_ctas=3)
@@ -129,7 +129,7 @@ def test_variants_that_transform_rows(emulated: Path, kernel: str) -> None:
         problem.check(case.out, case.lse, kernel, rounding(by_reference(variant, {}), variant, spec.dtype))
 
 
-@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, INT4, NVFP4], ids=str)
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, INT4, *FP4_DTYPES], ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_variants_without_softmax(emulated: Path, kernel: str, stored: torch.dtype | str) -> None:
     """Weights of hidden tokens are 0, whatever the scales of unused slots are."""
@@ -175,6 +175,17 @@ def test_values_with_a_scale_of_0(emulated: Path, kernel: str, stored: torch.dty
     for own in problem.case.slots:
         v_scale[own[:40] // 16, own[:40] % 16] = 0
     run_and_check(problem, emulated, kernel, 0, cascade=False)
+
+
+def test_large_scales_of_unused_slots(emulated: Path) -> None:
+    """MX scales beyond those that decodes can multiply by."""
+    spec = cases.Spec((1, 1), (200, 90), num_kv_heads=2, group_size=4, head_dim=128, page_size=16, num_ctas=3)
+    for exponent in (207, 208, 254):
+        problem = Float8Case(spec, "cpu", MXFP4, "token", "token")
+        for scales in (problem.case.kv.k_scale, problem.case.kv.v_scale):
+            assert isinstance(scales, BlockScales)
+            scales.blocks[scales.blocks == 255] = exponent
+        run_and_check(problem, emulated, "hopper", 0, cascade=False)
 
 
 @pytest.mark.parametrize("cache", CACHES)

@@ -8,6 +8,7 @@
 
 #include "attention/feed/shared_memory.cuh"
 #include "cache/kv_cache.h"
+#include "common/elements.cuh"
 #include "common/platform.h"
 #include "common/ptx/mma.cuh"
 #include "common/ptx/warp.cuh"
@@ -27,6 +28,7 @@ __device__ __forceinline__ void split_int4(uint32_t word, uint32_t (&pairs)[4]) 
 template <class Traits>
 struct Int4Numbers {
   using Shared = SharedMemory<Traits>;
+  using Multiplied = Float16;
   static constexpr int kExponent = 24, kOddExponent = 20;
   static constexpr bool kHasZeroPoints = true;
   static constexpr bool kWeighsTokens = true;

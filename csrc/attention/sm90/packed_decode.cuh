@@ -1,10 +1,10 @@
-// Decode over a 4-bit cache whose numbers are multiplied as they are stored: row tiles of 16 rows, multiplied with
-// mma.sync as decode.cuh does, but with tokens and columns of V as the rows of products. Products have 8 columns, for 8
-// rows of Q: with 8 query heads or fewer for a KV head, a decode has half of the products, scores and outputs of
-// decode.cuh.
+// Decode over a 4-bit cache, whose tiles stay packed: row tiles of 16 rows, multiplied with mma.sync as in decode.cuh.
+// But tokens and columns of V are the rows of products. Products have 8 columns, for 8 rows of Q: with 8 query heads or
+// fewer for a KV head, a decode has half of the products, scores and outputs of decode.cuh.
 //
-// A format's Numbers say how a word of eight becomes pairs of f16 numbers, and where scales multiply: int4_numbers.cuh,
-// fp4_numbers.cuh. Pairs are numbers (i, i + 4) of a word. Members of Numbers:
+// A format's Numbers say how a word of eight becomes pairs of 16-bit numbers, and where scales multiply:
+// int4_numbers.cuh, fp4_numbers.cuh. Pairs are numbers (i, i + 4) of a word. Members of Numbers:
+// - Multiplied: their type
 // - kExponent, kOddExponent: pairs with even i are 2^-kExponent times as large as the numbers, others 2^-kOddExponent
 // - kHasZeroPoints: Keys and Values subtract zero points
 // - kWeighsTokens: a scale of V for each token multiplies probabilities
@@ -46,11 +46,12 @@ __device__ __forceinline__ float over_tokens(float x, const Combine& combine) {
   return x;
 }
 
-/// Rows of Q, in f16, as the second operand of products. Lane (g, t) has row g of each eight, columns 8t to 8t + 7 of
-/// each 32 in the order of pairs of numbers, divided by what these are multiplied by.
+/// Rows of Q, as Multiplied, as the second operand of products. Lane (g, t) has row g of each eight, columns 8t to 8t +
+/// 7 of each 32 in the order of pairs of numbers, divided by what these are multiplied by.
 template <class Traits, class Numbers, int kEights>
 struct PackedQuery {
   using Element = typename Traits::Element;
+  using Multiplied = typename Numbers::Multiplied;
   using Query = QTile<Traits>;
   static constexpr int kSteps = Traits::Shape::kQkMultiplied / 16;
   static_assert(kSteps % 2 == 0);
@@ -100,10 +101,11 @@ struct PackedQuery {
       for (int i = 0; i < 2; ++i) {
         const float of_pair = i == 0 ? factor : factor * kOdd;
         const uint32_t pair = pairs[b][step][i];
-        const uint32_t packed = Float16::pack(Element::unpack(pair) * of_pair, Element::unpack(pair >> 16) * of_pair);
+        const uint32_t packed =
+            Multiplied::pack(Element::unpack(pair) * of_pair, Element::unpack(pair >> 16) * of_pair);
         pairs[b][step][i] = packed;
         if constexpr (Numbers::kHasZeroPoints)
-          sum += (Float16::unpack(packed) + Float16::unpack(packed >> 16)) *
+          sum += (Multiplied::unpack(packed) + Multiplied::unpack(packed >> 16)) *
                  power_of_2(i == 0 ? -Numbers::kExponent : -Numbers::kOddExponent);
       }
     }
@@ -223,7 +225,7 @@ struct PackedState {
             if constexpr (Numbers::kWeighsTokens) probability *= values.weights[2 * f + i];
             weighted[r] = probability;
           }
-          p[b][f][i] = ptx::transposed(Float16::pack(weighted[0], weighted[1]));
+          p[b][f][i] = ptx::transposed(Numbers::Multiplied::pack(weighted[0], weighted[1]));
         }
       }
     }
@@ -377,7 +379,7 @@ struct PackedDecode {
 #pragma unroll
           for (int b = 0; b < kEights; ++b) {
             const uint32_t (&q)[2] = query.pairs[b][d * 4 + half * 2 + step];
-            ptx::mma_f16(s[b][f], a, q[0], q[1]);
+            Numbers::Multiplied::mma(s[b][f], a, q[0], q[1]);
           }
         }
       }
@@ -416,7 +418,8 @@ struct PackedDecode {
         for (int j = 0; j < 2; ++j) {
           const uint32_t a[4] = {upper[j], upper[j + 2], lower[j], lower[j + 2]};
 #pragma unroll
-          for (int b = 0; b < kEights; ++b) ptx::mma_f16(state.o[b][d * 4 + half * 2 + j], a, p[b][f][0], p[b][f][1]);
+          for (int b = 0; b < kEights; ++b)
+            Numbers::Multiplied::mma(state.o[b][d * 4 + half * 2 + j], a, p[b][f][0], p[b][f][1]);
         }
       }
     }

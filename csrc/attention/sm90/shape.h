@@ -29,9 +29,11 @@ ATTN_HD constexpr Tuning first_for(const Tuning (&tunings)[kCount], HeadDims dim
 }
 
 /// Whether row tiles of 16 rows multiply the numbers of a 4-bit cache as they are stored (packed_decode.cuh). Products
-/// with scales of kMxFp4, which are exponents, may be beyond f16.
+/// with scales of kMxFp4, which are exponents, need bf16.
 ATTN_HD constexpr bool decodes_packed(HeadDims dims, KvForm kv) {
-  return (kv.dtype == DataType::kInt4 || kv.dtype == DataType::kNvFp4) && leaves_registers(dims.widest());
+  return (kv.dtype == DataType::kInt4 || kv.dtype == DataType::kNvFp4 ||
+          (kv.dtype == DataType::kMxFp4 && kv.is_for_bf16)) &&
+         leaves_registers(dims.widest());
 }
 
 /// max_parts_in_flight: enough to keep the memory busy. With more, some multiprocessors get more bandwidth than others,

@@ -24,12 +24,12 @@ struct HopperTraits : Kernel {
                                             multiplies_float8(Shape::kDims) && Kernel::Variant::kUsesSoftmax &&
                                             !Hooks::kQuery && !Kernel::kTransformsCache;
   static constexpr KvForm kKvForm{Kernel::StoredElement::kBytes, kMultipliesFloat8, Kernel::Variant::kHasTokenScales,
-                                  Kernel::kKvForm.dtype};
+                                  Kernel::kKvForm.dtype, Kernel::kKvForm.is_for_bf16};
   static constexpr Tuning kTuningOfShape = tuning(Shape::kDims, kKvForm);
   /// The producer dequantizes tiles of 8-bit caches in the ring (feed/dequantizer.cuh).
   static constexpr bool kDequantizesInFeed = kTuningOfShape.dequantized_stages > 0;
-  /// Also of row tiles for mma.sync, because a variant transforms them, blocks of columns have exponents as scales, or
-  /// registers are few: of consumers, or of a producer that gathers. Other tiles for mma.sync stay as they are stored,
+  /// Also of row tiles for mma.sync, because a variant transforms them, scales of blocks are beyond f16, or registers
+  /// are few: of consumers, or of a producer that gathers. Other tiles for mma.sync stay as they are stored,
   /// and are dequantized in registers.
   static constexpr bool kFeedsAll =
       kDequantizesInFeed &&

@@ -133,6 +133,35 @@ __device__ __forceinline__ uint32_t mul_f16_by(uint32_t pair, uint32_t factors) 
   return d;
 }
 
+/// The same of bf16 numbers.
+__device__ __forceinline__ uint32_t mul_bf16(uint32_t a, uint32_t b) {
+  uint32_t d;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+template <int kHalf>
+__device__ __forceinline__ uint32_t mul_bf16_by(uint32_t pair, uint32_t factors) {
+  uint32_t d;
+  if (kHalf == 0)
+    asm("{ .reg .b16 low, high; .reg .b32 both; mov.b32 {low, high}, %2; mov.b32 both, {low, low};"
+        " mul.rn.bf16x2 %0, %1, both; }"
+        : "=r"(d)
+        : "r"(pair), "r"(factors));
+  else
+    asm("{ .reg .b16 low, high; .reg .b32 both; mov.b32 {low, high}, %2; mov.b32 both, {high, high};"
+        " mul.rn.bf16x2 %0, %1, both; }"
+        : "=r"(d)
+        : "r"(pair), "r"(factors));
+  return d;
+}
+
+/// The smaller numbers of pairs of 16 bits.
+__device__ __forceinline__ uint32_t min_u16(uint32_t a, uint32_t b) {
+  uint32_t d;
+  asm("min.u16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
 /// Bits of `a` where kMask has ones, of `b` elsewhere. (From C++ the compiler makes two instructions.)
 template <uint32_t kMask>
 __device__ __forceinline__ uint32_t merged_bits(uint32_t a, uint32_t b) {
