@@ -31,7 +31,7 @@
 
 namespace attn::sm90 {
 
-constexpr float power_of_2(int exponent) {
+ATTN_HD constexpr float power_of_2(int exponent) {
   float power = 1.0f;
   for (int i = 0; i < exponent; ++i) power *= 2.0f;
   for (int i = 0; i > exponent; --i) power *= 0.5f;
