@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import cases
 import host_planner
@@ -258,7 +259,7 @@ def test_pages_with_scales_at_their_end(
     )
     by_head = scales.unflatten(2, (2, inner[1], 16, scale_bytes)).unbind(2)
     k_scale, v_scale = (x.flatten(1, 2).transpose(1, 2) for x in by_head)
-    made = []
+    made: list[Any] = []
     for to, of in ((k, kv.k), (v, kv.v), (k_scale, kv.k_scale), (v_scale, kv.v_scale)):
         assert to.untyped_storage().data_ptr() == parts.data_ptr()
         tensor = of.blocks if isinstance(of, BlockScales) else of
