@@ -19,7 +19,7 @@ from .console import explained, print_table
 if TYPE_CHECKING:
     import torch
 
-_EPILOG = """examples:
+EPILOG = """examples:
   attn-backend bench                                 # a table, in less than two minutes
   attn-backend bench --case decode --svg bench.svg   # some cases, and a picture (needs matplotlib)
   attn-backend bench --json bench.json
@@ -316,8 +316,6 @@ def measure_swept(case: Case, device: str, repeats: int, copied: float) -> dict[
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if torch sees a GPU")
     parser.add_argument(
         "--sweep",

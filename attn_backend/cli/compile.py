@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-_EPILOG = """examples:
+EPILOG = """examples:
   attn-backend compile                                     # standard kernels, if the wheel has none (nvcc)
   attn-backend compile --arch sm_90a --head-dim 80         # another head_dim
   attn-backend compile --arch sm_90a --dtype float16 --kv-dtype bfloat16   # Q and cache of different dtypes
@@ -38,8 +38,6 @@ _EPILOG = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
     build.add_arguments(parser, jobs=2, archs=None)
     needs = (
         "Compile variants instead, for this machine's GPU or --arch. Needs nvcc or NVRTC; --arch cpu needs a "

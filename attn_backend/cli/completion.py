@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ..jit.manifest import ARCHS
 
-_EPILOG = """examples:
+EPILOG = """examples:
   eval "$(attn-backend completion bash)"     # in ~/.bashrc
   eval "$(attn-backend completion zsh)"      # in ~/.zshrc, after compinit
   attn-backend completion fish > ~/.config/fish/completions/attn-backend.fish
@@ -19,8 +19,6 @@ _VALUES = {"--arch": ("cpu", *ARCHS)}  # for options that also accept other valu
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
     parser.add_argument("shell", choices=SHELLS)
 
 

@@ -65,7 +65,7 @@ def _hang_up(connected: socket.socket) -> None:
         connected.shutdown(socket.SHUT_RDWR)  # unlike close(), this wakes a blocked reader
 
 
-_EPILOG = """examples:
+EPILOG = """examples:
   attn-backend demo                                          # vLLM, or SGLang if vLLM is missing
   attn-backend demo --engine sglang --model ./llama-3.1-8b   # a folder, or a name on the hub
   attn-backend demo --requests 8 --output-len 32 --svg demo.svg
@@ -362,8 +362,6 @@ COLUMNS = ("backend", "requests", "failed", "TTFT p50, ms", "ITL p50, ms", "ITL 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
     parser.add_argument("--engine", choices=("vllm", "sglang"), help="default: the installed one")
     parser.add_argument(
         "--model",

@@ -390,7 +390,7 @@ def findings() -> list[Finding]:
     return report
 
 
-_EPILOG = """examples:
+EPILOG = """examples:
   attn-backend doctor
   attn-backend doctor --json | python -m json.tool      # for a bug report, or a check before serving
   attn-backend doctor --model Llama-3.1-8B              # a folder, or its config.json
@@ -403,8 +403,6 @@ With --model: [ok] served, exit status 0; [!!] refused, 1; [--] this backend run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
     parser.add_argument(
         "--json",
         action="store_true",

@@ -47,11 +47,14 @@ def make_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (module, description) in COMMANDS.items():
-        module.add_arguments(
-            commands.add_parser(
-                name, help=description, description=f"{description[0].upper()}{description[1:]}."
-            )
+        command = commands.add_parser(
+            name,
+            help=description,
+            description=f"{description[0].upper()}{description[1:]}.",
+            epilog=module.EPILOG,
+            formatter_class=parser.formatter_class,
         )
+        module.add_arguments(command)
     return parser
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from ..jit.manifest import DESIGNS
 from .console import explained, print_table
 
-_EPILOG = """examples:
+EPILOG = """examples:
   attn-backend plan --decode 64xzipf:4096
   attn-backend plan --shared-prefix 128x8192+256 --svg plan.svg
   attn-backend plan --shared-prefix 16x8x4096+1024+256 --png plan.png
@@ -56,8 +56,6 @@ output: the batch, its row groups and row tiles, and the KV tokens read per KV h
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("file", nargs="?", type=Path, help="a batch (.json) or a trace (.jsonl)")
     source.add_argument(
