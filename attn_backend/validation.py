@@ -27,6 +27,12 @@ def refuse(name: str, value: object, must_be: str) -> NoReturn:
     raise ValueError(f"{name} is {describe(value)}, must be {must_be}")
 
 
+def require(holds: object, name: str, value: object, must_be: str) -> None:
+    """Refuses an argument unless the condition holds. Not for frequent calls: each one formats must_be."""
+    if not holds:
+        refuse(name, value, must_be)
+
+
 def check_types(wanted: type | tuple[type, ...], must_be: str, **arguments: object) -> None:
     """Refuses arguments whose type is not `wanted`, or not one of `wanted`."""
     for name, value in arguments.items():

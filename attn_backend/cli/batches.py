@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from ..metadata import BSRView, PageTable
 from ..metadata.values import check_page_ids, check_values
 from ..settings import refusal
-from ..validation import refuse
+from ..validation import refuse, require
 
 TRACE_BLOCK = 512  # tokens per hash id of a trace
 _MAX_REQUESTS, _MAX_PAGES = 8192, 1 << 24  # per batch
@@ -40,8 +40,12 @@ def _check_heads(text: str) -> str:
     match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
     if not match:
         refuse("heads", text, "QO/KV, as 32/8")
-    if not all(1 <= int(number) <= _MAX_HEADS for number in match.groups()):
-        refuse("heads", text, f"of 1 to {_MAX_HEADS} each")
+    require(
+        all(1 <= int(number) <= _MAX_HEADS for number in match.groups()),
+        "heads",
+        text,
+        f"of 1 to {_MAX_HEADS} each",
+    )
     return text
 
 
@@ -123,8 +127,7 @@ class Batch:
     def __post_init__(self) -> None:
         for name, lens in (("qo_lens", self.qo_lens), ("kv_lens", self.kv_lens)):
             for i, length in enumerate(lens):
-                if length >= 2**31:
-                    refuse(f"{name}[{i}]", length, "below 2^31")
+                require(length < 2**31, f"{name}[{i}]", length, "below 2^31")
 
     def view(self, causal: bool = True, window_left: int = -1) -> BSRView:
         """Converts the batch to tensors on the CPU."""
@@ -172,12 +175,12 @@ def from_json(path: Path, page_size: int | None = None) -> Batch:
         return _from_dump(_validated(DumpFile, values, str(path)), path.name, page_size)
     content = _validated(BatchFile, values, str(path))
     qo_lens, kv_lens, table = content.qo_lens, content.kv_lens, content.block_table
-    if len(kv_lens) != len(qo_lens):
-        refuse("len(kv_lens)", len(kv_lens), f"len(qo_lens) = {len(qo_lens)}")
+    require(len(kv_lens) == len(qo_lens), "len(kv_lens)", len(kv_lens), f"len(qo_lens) = {len(qo_lens)}")
     page_size = page_size or content.page_size
     pages = sum(_pages(kv_len, page_size) for kv_len in kv_lens)
-    if pages > _MAX_PAGES:
-        refuse("pages of kv_lens", pages, f"at most {_MAX_PAGES}, of {page_size} tokens each")
+    require(
+        pages <= _MAX_PAGES, "pages of kv_lens", pages, f"at most {_MAX_PAGES}, of {page_size} tokens each"
+    )
     if table is None:
         block_table = _own_pages(kv_lens, page_size)
     elif len(table) != len(kv_lens):
@@ -185,13 +188,13 @@ def from_json(path: Path, page_size: int | None = None) -> Batch:
     else:
         block_table = []
         for i, (ids, kv_len) in enumerate(zip(table, kv_lens, strict=True)):
-            if len(ids) * page_size < kv_len:
-                refuse(
-                    f"kv_lens[{i}]",
-                    kv_len,
-                    f"at most {len(ids) * page_size}: block_table[{i}] has {len(ids)} pages of {page_size} "
-                    f"tokens",
-                )
+            require(
+                len(ids) * page_size >= kv_len,
+                f"kv_lens[{i}]",
+                kv_len,
+                f"at most {len(ids) * page_size}: block_table[{i}] has {len(ids)} pages of {page_size} "
+                f"tokens",
+            )
             block_table.append(torch.tensor(ids[: _pages(kv_len, page_size)], dtype=torch.int32))
     settings = content.model_dump(
         exclude_unset=True, exclude={"qo_lens", "kv_lens", "block_table", "page_size"}
@@ -202,18 +205,22 @@ def from_json(path: Path, page_size: int | None = None) -> Batch:
 def _from_dump(dump: DumpFile, title: str, page_size: int | None) -> Batch:
     """Refuses wrong values with the messages of a plan and a run on a CPU."""
     kv_lens, table, page_size = dump.kv_lens, dump.block_table, page_size or dump.page_size
-    if len(dump.qo_indptr) != len(kv_lens) + 1:
-        refuse("len(qo_indptr)", len(dump.qo_indptr), f"len(kv_lens) + 1 = {len(kv_lens) + 1}")
+    require(
+        len(dump.qo_indptr) == len(kv_lens) + 1,
+        "len(qo_indptr)",
+        len(dump.qo_indptr),
+        f"len(kv_lens) + 1 = {len(kv_lens) + 1}",
+    )
     if table is not None and len(table) != len(kv_lens):
         refuse("block_table", table, f"a list of len(kv_lens) = {len(kv_lens)} lists of page ids")
     lens = [max(kv_len, 0) for kv_len in kv_lens]
     longest = max(map(len, table)) if table is not None else max(_pages(kv_len, page_size) for kv_len in lens)
-    if len(kv_lens) * longest > _MAX_PAGES:
-        refuse(
-            "requests * pages of the longest",
-            len(kv_lens) * longest,
-            f"at most {_MAX_PAGES}, of {page_size} tokens each",
-        )
+    require(
+        len(kv_lens) * longest <= _MAX_PAGES,
+        "requests * pages of the longest",
+        len(kv_lens) * longest,
+        f"at most {_MAX_PAGES}, of {page_size} tokens each",
+    )
     if table is None:
         pages = _own_pages(lens, page_size)
     else:
@@ -306,11 +313,14 @@ def from_trace(path: Path, batch: int, at: float, page_size: int) -> Batch:
     """The first `batch` requests that arrive at or after `at` seconds, each decoding in the middle of its
     output. Pages of equal inputs are shared.
     """
-    if TRACE_BLOCK % page_size:
-        refuse("page_size", page_size, f"a divisor of {TRACE_BLOCK}, the tokens of a trace's hash id")
+    require(
+        TRACE_BLOCK % page_size == 0,
+        "page_size",
+        page_size,
+        f"a divisor of {TRACE_BLOCK}, the tokens of a trace's hash id",
+    )
     requests = [request for request in read_trace(path) if request.arrival >= at][:batch]
-    if not requests:
-        refuse("--at", at, f"the time of a request in {path} or before it, in seconds")
+    require(requests, "--at", at, f"the time of a request in {path} or before it, in seconds")
     kv_lens = [request.input_length + -(-request.output_length // 2) for request in requests]
     _check_size("--batch", batch, len(requests), sum(kv_lens), page_size)
     # The id of a full page is its block's number times the pages per block, plus its index in the block.
@@ -402,8 +412,7 @@ def lengths(distribution: str, batch: int, mean: int, seed: int = 0) -> list[int
         return [mean] * batch
     import numpy
 
-    if seed < 0:
-        refuse("seed", seed, "at least 0")
+    require(seed >= 0, "seed", seed, "at least 0")
     generator = numpy.random.default_rng(seed)
     if distribution == "uniform":
         return [int(n) for n in generator.integers(mean // 2, mean + 1, batch)]
@@ -421,13 +430,12 @@ def _distributed(option: str, text: str, page_size: int, seed: int) -> list[int]
 
 
 def _check_size(option: str, value: object, requests: int, tokens: int, page_size: int) -> None:
-    if not 1 <= requests <= _MAX_REQUESTS or tokens > _MAX_PAGES * page_size:
-        refuse(
-            option,
-            value,
-            f"of 1 to {_MAX_REQUESTS} requests with at most {_MAX_PAGES} pages of {page_size} tokens "
-            f"together",
-        )
+    require(
+        1 <= requests <= _MAX_REQUESTS and tokens <= _MAX_PAGES * page_size,
+        option,
+        value,
+        f"of 1 to {_MAX_REQUESTS} requests with at most {_MAX_PAGES} pages of {page_size} tokens together",
+    )
 
 
 def _pages(kv_len: int, page_size: int) -> int:

@@ -146,12 +146,16 @@ def _refused(text: str) -> int:
 
 def _check_outputs(arguments: argparse.Namespace) -> None:
     """Refuses pictures that cannot be written, before planning."""
-    from ..validation import refuse
+    from ..validation import require
 
     for option, path in (("--svg", arguments.svg), ("--png", arguments.png)):
         if path:
-            if path.is_dir() or not path.parent.is_dir():
-                refuse(option, str(path), "a file in a folder that exists")
+            require(
+                not path.is_dir() and path.parent.is_dir(),
+                option,
+                str(path),
+                "a file in a folder that exists",
+            )
             check_matplotlib(option)
 
 

@@ -15,7 +15,7 @@ from ..jit.manifest import CUDA_HEAD_DIMS_TEXT, HeadDims
 from ..kernels.attention import Attention
 from ..kernels.schedule import TILE_ROWS, PrefixNode, Schedule
 from ..settings import refusal
-from ..validation import refuse
+from ..validation import refuse, require
 from .batches import Batch, Costs, PlanOptions
 
 
@@ -186,12 +186,12 @@ class Target:
         except ValidationError as error:
             raise ValueError(refusal(error)) from None
         num_qo_heads, num_kv_heads = map(int, options.heads.split("/"))
-        if sum(batch.qo_lens) * num_qo_heads > _MOST_HEAD_ROWS:
-            refuse(
-                "sum(qo_lens)",
-                sum(batch.qo_lens),
-                f"at most {_MOST_HEAD_ROWS // num_qo_heads} with {num_qo_heads} query heads",
-            )
+        require(
+            sum(batch.qo_lens) * num_qo_heads <= _MOST_HEAD_ROWS,
+            "sum(qo_lens)",
+            sum(batch.qo_lens),
+            f"at most {_MOST_HEAD_ROWS // num_qo_heads} with {num_qo_heads} query heads",
+        )
         dims = HeadDims(options.head_dim, options.head_dim_v or options.head_dim)
         if options.costs != "cpu" and not dims.runs_on_cuda:
             refuse("head_dim", options.head_dim, f"{CUDA_HEAD_DIMS_TEXT} with the costs of a GPU")

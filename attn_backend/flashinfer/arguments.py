@@ -16,7 +16,7 @@ from ..kernels.attention import FLOAT8_Q_DTYPES
 from ..kernels.native import DTYPE_NAMES, KV_DTYPE_NAMES
 from ..metadata import KVCache, PageTable
 from ..metadata.kv_cache import SCALED_DTYPES
-from ..validation import refuse
+from ..validation import refuse, require
 from ..variants import Variant, builtin, packbits, segment_packbits
 from ..variants.builtin import alibi_slopes
 from .features import not_supported
@@ -77,8 +77,7 @@ def element_types(
 
 
 def check_kv_layout(kv_layout: object) -> str:
-    if kv_layout not in ("NHD", "HND"):
-        refuse("kv_layout", kv_layout, "'NHD' or 'HND'")
+    require(kv_layout in ("NHD", "HND"), "kv_layout", kv_layout, "'NHD' or 'HND'")
     return str(kv_layout)
 
 
@@ -99,8 +98,12 @@ def pos_encoding(
 ) -> PosEncoding:
     if mode == "NONE":
         return NO_POS_ENCODING
-    if mode not in _POS_ENCODING_MODES:
-        refuse("pos_encoding_mode", mode, f"one of {', '.join(map(repr, _POS_ENCODING_MODES))}")
+    require(
+        mode in _POS_ENCODING_MODES,
+        "pos_encoding_mode",
+        mode,
+        f"one of {', '.join(map(repr, _POS_ENCODING_MODES))}",
+    )
     if mode == "ROPE_LLAMA":
         return PosEncoding(
             rope=(

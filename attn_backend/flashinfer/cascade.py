@@ -9,7 +9,7 @@ from torch import Tensor
 from ..kernels.states import merge_state as merge_two
 from ..kernels.states import merge_states as merge_all
 from ..metadata import BSRView, Composition, PageTable
-from ..validation import refuse
+from ..validation import refuse, require
 from .arguments import (
     NO_POS_ENCODING,
     DType,
@@ -106,8 +106,7 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
         paged_kv_indices_buf_arr: list[Tensor] | None = None,
         paged_kv_last_page_len_buf_arr: list[Tensor] | None = None,
     ) -> None:
-        if not 1 <= num_levels <= 8:
-            refuse("num_levels", num_levels, "1 .. 8")
+        require(1 <= num_levels <= 8, "num_levels", num_levels, "1 .. 8")
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph)
         self._num_levels = num_levels
         self._buffers: list[tuple[Tensor, ...]] = []

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..metadata import BSRView, PageTable
-from ..validation import refuse
+from ..validation import refuse, require
 from .arguments import (
     DType,
     PagedKV,
@@ -81,27 +81,18 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             self._fixed_batch_size = buffer_length(
                 "paged_kv_last_page_len_buffer", paged_kv_last_page_len_buffer
             )
-            if length != self._fixed_batch_size + 1:
-                refuse(
-                    "len(paged_kv_indptr_buffer)",
-                    length,
-                    f"{self._fixed_batch_size + 1}, one more than paged_kv_last_page_len_buffer",
-                )
+            require(
+                length == self._fixed_batch_size + 1,
+                "len(paged_kv_indptr_buffer)",
+                length,
+                f"{self._fixed_batch_size + 1}, one more than paged_kv_last_page_len_buffer",
+            )
         self._q_len_per_req: int | None = None
         self._rows = 0
 
     @property
     def use_tensor_cores(self) -> bool:
         return self._use_tensor_cores
-
-    # Properties that engines compare with their own values.
-    @property
-    def _window_left(self) -> int:
-        return self._logits_options[1]
-
-    @property
-    def _logits_soft_cap(self) -> float:
-        return self._logits_options[2] or 0.0
 
     def plan(
         self,
@@ -197,7 +188,8 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
 
     def _plan_logits(self, pos: PosEncoding, window_left: int, logits_soft_cap: float | None) -> None:
         """Plans the current batch."""
-        self._logits_options = (pos, window_left, logits_soft_cap)
+        # Engines compare some of these with their own values.
+        self._pos, self._window_left, self._logits_soft_cap = pos, window_left, logits_soft_cap or 0.0
         qo_indptr = indptr_of_equal(self._batch_size, self._q_len_per_req or 1, self.device)
         view = BSRView(qo_indptr, self._table, causal=True, window_left=max(window_left, -1))
         self._plan_view(view, plain_logits(logits_soft_cap, pos))
@@ -314,8 +306,8 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         if q.shape[0] != self._rows:
             must_be = f"batch_size * q_len_per_req = {self._batch_size} * {self._q_len_per_req}, as planned"
             refuse("q.shape[0]", q.shape[0], must_be)
-        if window_left is not None and window_left != self._logits_options[1]:
-            refuse("window_left", window_left, f"{self._logits_options[1]}, as in the plan")
+        if window_left is not None and window_left != self._window_left:
+            refuse("window_left", window_left, f"{self._window_left}, as in the plan")
         if q_len_per_req is not None:
             warnings.warn("q_len_per_req belongs to plan()", DeprecationWarning, stacklevel=3)
             if q_len_per_req != self._q_len_per_req:
@@ -341,7 +333,11 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         For code that predates `run`.
         """
         pos = pos_encoding(pos_encoding_mode, rope_scale, rope_theta)
-        if self._is_planned and (pos, window_left, logits_soft_cap) != self._logits_options:
+        if self._is_planned and (pos, window_left, logits_soft_cap or 0.0) != (
+            self._pos,
+            self._window_left,
+            self._logits_soft_cap,
+        ):
             self._plan_logits(pos, window_left, logits_soft_cap)
         self._sm_scale = sm_scale
         return self.run(

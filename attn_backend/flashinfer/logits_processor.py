@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..validation import refuse
+from ..validation import refuse, require
 from . import sampling
 from .features import missing, refuse_given
 
@@ -190,18 +190,25 @@ class LogitsPipe:
         custom_validity_checks: Any = None,
     ) -> None:
         refuse_given(custom_fusion_rules=custom_fusion_rules, custom_validity_checks=custom_validity_checks)
-        if not processors:
-            refuse("processors", processors, "at least one")
+        require(processors, "processors", processors, "at least one")
         self.processors = list(processors)
         if input_type is None:
-            if len(self.processors[0].makes) != 1:
-                refuse("input_type", None, f"given: {self.processors[0]} takes logits and probabilities")
+            require(
+                len(self.processors[0].makes) == 1,
+                "input_type",
+                None,
+                f"given: {self.processors[0]} takes logits and probabilities",
+            )
             input_type = next(iter(self.processors[0].makes))
         self.initial_type = input_type  # the first step's input
         self._types = [input_type]
         for i, processor in enumerate(self.processors):
-            if self._types[-1] not in processor.makes:
-                refuse(f"processors[{i}]", processor, f"a step that takes {self._types[-1].name}")
+            require(
+                self._types[-1] in processor.makes,
+                f"processors[{i}]",
+                processor,
+                f"a step that takes {self._types[-1].name}",
+            )
             self._types.append(processor.makes[self._types[-1]])
         self._drawn_from = len(self.processors)  # the steps from this one on are one launch
         if compile:

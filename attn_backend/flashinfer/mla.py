@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import math
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..metadata import BSRView, PageTable
-from ..validation import check_plain, dtype_name, refuse
+from ..validation import check_plain, dtype_name, refuse, require
 from .arguments import (
     Scale,
     buffer_length,
@@ -78,12 +79,12 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
                 ("kv_indptr", kv_indptr, batch_size + 1),
                 ("kv_len_arr", kv_len_arr, batch_size),
             ):
-                if buffer_length(name, buffer) != length:
-                    refuse(
-                        f"len({name})",
-                        buffer_length(name, buffer),
-                        f"{length}, as qo_indptr has {batch_size + 1}",
-                    )
+                require(
+                    buffer_length(name, buffer) == length,
+                    f"len({name})",
+                    buffer_length(name, buffer),
+                    f"{length}, as qo_indptr has {batch_size + 1}",
+                )
             self._fixed_batch_size = batch_size
         self._rows = None
         self._page_size = 1
@@ -91,9 +92,11 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         self._has_warned = False
 
     @property
-    def _cached_module(self) -> MlaModule | None:
-        """Engines call its plan instead of `plan`; None before the first plan."""
-        return MlaModule(self) if self._is_planned else None
+    def _cached_module(self) -> SimpleNamespace | None:
+        """In FlashInfer the compiled module, whose plan engines call instead of `plan`: it takes host arrays,
+        which saves the wrapper copies to the host. None before the first plan.
+        """
+        return SimpleNamespace(plan=self._plan_from_host) if self._is_planned else None
 
     def plan(
         self,
@@ -311,17 +314,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             if tensor.dtype != dtype:
                 refuse(f"{name}.dtype", tensor.dtype, f"{dtype}, as planned")
 
-
-class MlaModule:
-    """FlashInfer's compiled module.
-
-    Engines call its `plan` with host arrays, which saves the wrapper copies to the host.
-    """
-
-    def __init__(self, wrapper: BatchMLAPagedAttentionWrapper) -> None:
-        self._wrapper = wrapper
-
-    def plan(
+    def _plan_from_host(
         self,
         _float_workspace: Tensor,
         _int_workspace: Tensor,
@@ -342,16 +335,15 @@ class MlaModule:
         Raises:
             ValueError: the heads differ from the wrapper's first plan.
         """
-        wrapper = self._wrapper
-        heads = wrapper._heads
+        heads = self._heads
         if (num_heads, head_dim_ckv) != (heads.num_qo_heads, heads.head_dims.v):
             refuse(
                 "(num_heads, head_dim_ckv)",
                 (num_heads, head_dim_ckv),
                 f"{(heads.num_qo_heads, heads.head_dims.v)}, as in the first plan",
             )
-        wrapper._rows, wrapper._causal = rows_of(qo_indptr_host), bool(causal)
-        wrapper._plan_buffers()
+        self._rows, self._causal = rows_of(qo_indptr_host), bool(causal)
+        self._plan_buffers()
         return []
 
 

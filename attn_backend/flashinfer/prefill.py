@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import partial, partialmethod
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..metadata import BSRView, KVCache, PageTable
-from ..validation import refuse
+from ..validation import refuse, require
 from .arguments import (
     DType,
     Heads,
@@ -76,22 +77,11 @@ class BatchPrefill(Wrapper):
         self._max_total_num_rows: int | None = None
 
     @property
-    def _cached_module(self) -> PrefillModule | None:
-        """Engines call its plan instead of `plan`; None before the first plan."""
-        return PrefillModule(self) if self._is_planned else None
-
-    # Properties that engines compare with their own values.
-    @property
-    def _causal(self) -> bool:
-        return self._options[0]
-
-    @property
-    def _window_left(self) -> int:
-        return self._options[2]
-
-    @property
-    def _logits_soft_cap(self) -> float:
-        return self._options[3] or 0.0
+    def _cached_module(self) -> SimpleNamespace | None:
+        """In FlashInfer the compiled module, whose plan engines call instead of `plan`: it takes host arrays,
+        which saves the wrapper copies to the host. None before the first plan.
+        """
+        return SimpleNamespace(plan=self._plan_from_host) if self._is_planned else None
 
     def _check_fixed(self, batch_size: int) -> None:
         """With CUDA graphs: checks that the batch size equals the buffers', and that there are at most as
@@ -134,7 +124,9 @@ class BatchPrefill(Wrapper):
         self, causal: bool, pos: PosEncoding, window_left: int, logits_soft_cap: float | None
     ) -> None:
         """Plans the current batch."""
-        self._options = (causal, pos, window_left, logits_soft_cap)
+        # Engines compare some of these with their own values.
+        self._causal, self._pos, self._window_left = causal, pos, window_left
+        self._logits_soft_cap = logits_soft_cap or 0.0
         packed, mask_indptr = self._mask
         prefix_len, token_pos_in_items = self._items
         if packed is None and prefix_len is None:
@@ -160,13 +152,13 @@ class BatchPrefill(Wrapper):
         self._check_planned()
         if self._rows is not None and q.shape[0] != self._first_row + self._rows:
             refuse("q.shape[0]", q.shape[0], f"qo_indptr[-1] = {self._first_row + self._rows}, as planned")
-        if window_left is not None and window_left != self._options[2]:
-            refuse("window_left", window_left, f"{self._options[2]}, as in the plan")
+        if window_left is not None and window_left != self._window_left:
+            refuse("window_left", window_left, f"{self._window_left}, as in the plan")
 
     def set_causal(self, causal: bool) -> None:
         """Plans again if the plan's value differs."""
-        if self._is_planned and causal != self._options[0]:
-            self._plan_logits(causal, *self._options[1:])
+        if self._is_planned and causal != self._causal:
+            self._plan_logits(causal, self._pos, self._window_left, self._logits_soft_cap)
 
     def _plan_as(
         self,
@@ -177,21 +169,16 @@ class BatchPrefill(Wrapper):
         sm_scale: Scale | None,
     ) -> None:
         """Plans with the options of `forward`, which replace the plan's."""
-        if self._is_planned and (causal, pos, window_left, logits_soft_cap) != self._options:
+        if self._is_planned and (causal, pos, window_left, logits_soft_cap or 0.0) != (
+            self._causal,
+            self._pos,
+            self._window_left,
+            self._logits_soft_cap,
+        ):
             self._plan_logits(causal, pos, window_left, logits_soft_cap)
         self._sm_scale = sm_scale
 
-
-class PrefillModule:
-    """FlashInfer's compiled module.
-
-    Engines call its `plan` with host arrays, which saves the wrapper copies to the host.
-    """
-
-    def __init__(self, wrapper: BatchPrefill) -> None:
-        self._wrapper = wrapper
-
-    def plan(
+    def _plan_from_host(
         self,
         _float_workspace: Tensor,
         _int_workspace: Tensor,
@@ -219,11 +206,10 @@ class PrefillModule:
         Raises:
             ValueError: batch size, page size or heads differ from the wrapper's first plan.
         """
-        wrapper = self._wrapper
-        heads = wrapper._heads
+        heads = self._heads
         planned = (
-            wrapper._fixed_batch_size or batch_size,
-            wrapper._table.page_size,
+            self._fixed_batch_size or batch_size,
+            self._table.page_size,
             heads.num_qo_heads,
             heads.num_kv_heads,
             *heads.head_dims,
@@ -235,8 +221,8 @@ class PrefillModule:
                 given,
                 f"{planned}, as in the first plan",
             )
-        wrapper._rows = int(qo_indptr_host[-1])
-        wrapper._plan_logits(causal, wrapper._options[1], window_left, wrapper._options[3])
+        self._rows = int(qo_indptr_host[-1])
+        self._plan_logits(causal, self._pos, window_left, self._logits_soft_cap)
         return []
 
 
@@ -296,18 +282,18 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
                 buffer_length("paged_kv_last_page_len_buf", paged_kv_last_page_len_buf),
             )
             buffer_length("paged_kv_indices_buf", paged_kv_indices_buf)
-            if lengths[0] != self._fixed_batch_size + 1:
-                refuse(
-                    "len(paged_kv_indptr_buf)",
-                    lengths[0],
-                    f"{self._fixed_batch_size + 1}, as for qo_indptr_buf",
-                )
-            if lengths[1] != self._fixed_batch_size:
-                refuse(
-                    "len(paged_kv_last_page_len_buf)",
-                    lengths[1],
-                    f"{self._fixed_batch_size}, one less than qo_indptr_buf",
-                )
+            require(
+                lengths[0] == self._fixed_batch_size + 1,
+                "len(paged_kv_indptr_buf)",
+                lengths[0],
+                f"{self._fixed_batch_size + 1}, as for qo_indptr_buf",
+            )
+            require(
+                lengths[1] == self._fixed_batch_size,
+                "len(paged_kv_last_page_len_buf)",
+                lengths[1],
+                f"{self._fixed_batch_size}, one less than qo_indptr_buf",
+            )
 
     def plan(
         self,
@@ -550,8 +536,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
         self._kv_indptr_buf: Any = kv_indptr_buf
         if use_cuda_graph:
             length = buffer_length("kv_indptr_buf", kv_indptr_buf)
-            if length != self._fixed_batch_size + 1:
-                refuse("len(kv_indptr_buf)", length, f"{self._fixed_batch_size + 1}, as for qo_indptr_buf")
+            require(
+                length == self._fixed_batch_size + 1,
+                "len(kv_indptr_buf)",
+                length,
+                f"{self._fixed_batch_size + 1}, as for qo_indptr_buf",
+            )
         self._is_hnd = self._kv_layout == "HND"
 
     def plan(

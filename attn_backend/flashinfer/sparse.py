@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..kernels.attention import FLOAT8_Q_DTYPES
 from ..metadata import BSRView, KVCache
-from ..validation import refuse
+from ..validation import refuse, require
 from .arguments import (
     DType,
     PosEncoding,
@@ -340,8 +340,7 @@ class VariableBlockSparseAttentionWrapper(_Sparse):
 def _sum_of_heads(name: str, sizes: Tensor) -> int:
     """The total size of a KV head's blocks, which must be equal for all KV heads: they share one tensor."""
     sums = sizes.sum(-1).tolist()
-    if len(set(sums)) != 1:
-        refuse(f"{name}.sum(-1)", sums, "the same for each KV head")
+    require(len(set(sums)) == 1, f"{name}.sum(-1)", sums, "the same for each KV head")
     return int(sums[0])
 
 

@@ -59,6 +59,7 @@ from ..validation import (
     check_types,
     explain_failure,
     refuse,
+    require,
 )
 from ..variants import Variant
 from . import selection, torch_ops
@@ -257,8 +258,12 @@ def check_heads(
     max_heads = values_of("Limit")["kMaxHeads"]
     num_kv_heads = check_int("num_kv_heads", num_kv_heads, 1, max_heads)
     num_qo_heads = check_int("num_qo_heads", num_qo_heads, 1, max_heads)
-    if num_qo_heads % num_kv_heads:
-        refuse("num_qo_heads", num_qo_heads, f"a multiple of num_kv_heads = {num_kv_heads}")
+    require(
+        num_qo_heads % num_kv_heads == 0,
+        "num_qo_heads",
+        num_qo_heads,
+        f"a multiple of num_kv_heads = {num_kv_heads}",
+    )
     dims = HeadDims(
         check_int("head_dim", head_dim, 1),
         check_int("head_dim_v", head_dim if head_dim_v is None else head_dim_v, 1),
@@ -272,14 +277,11 @@ def check_heads(
                 dims.qk if is_k else dims.v,
                 f"{CUDA_HEAD_DIMS_TEXT} on CUDA",
             )
-        if dtype not in DTYPE_NAMES:
-            refuse("dtype", dtype, "torch.bfloat16 or torch.float16 on CUDA")
+        require(dtype in DTYPE_NAMES, "dtype", dtype, "torch.bfloat16 or torch.float16 on CUDA")
     else:
         for name, dim in {"head_dim": dims.qk, "head_dim_v": dims.v}.items():
-            if not HeadDims.of(dim).runs_on_cpu:
-                refuse(name, dim, f"{CPU_HEAD_DIMS_TEXT} on a CPU")
-        if dtype not in DTYPES:
-            refuse("dtype", dtype, "torch.bfloat16, torch.float16 or torch.float32 on a CPU")
+            require(HeadDims.of(dim).runs_on_cpu, name, dim, f"{CPU_HEAD_DIMS_TEXT} on a CPU")
+        require(dtype in DTYPES, "dtype", dtype, "torch.bfloat16, torch.float16 or torch.float32 on a CPU")
     return num_qo_heads, num_kv_heads, dims
 
 
@@ -330,12 +332,12 @@ def check_q_dtype(
     check_types(torch.dtype, "a torch.dtype or None", q_dtype=q_dtype)
     if q_dtype == dtype:
         return dtype
-    if q_dtype not in FLOAT8_Q_DTYPES or q_dtype != kv_dtype:
-        refuse(
-            "q_dtype",
-            q_dtype,
-            f"None, dtype = {dtype}, or kv_dtype if that is {' or '.join(map(str, FLOAT8_Q_DTYPES))}",
-        )
+    require(
+        q_dtype in FLOAT8_Q_DTYPES and q_dtype == kv_dtype,
+        "q_dtype",
+        q_dtype,
+        f"None, dtype = {dtype}, or kv_dtype if that is {' or '.join(map(str, FLOAT8_Q_DTYPES))}",
+    )
     if design is not None and not dims.runs_over(KV_DTYPE_NAMES[q_dtype], float8_q=True):
         refuse("q_dtype", q_dtype, FLOAT8_Q_TEXT)
     return q_dtype
@@ -349,24 +351,19 @@ def check_token_scales(
     design: manifest.Design | None,
 ) -> None:
     """Refuses what kernels do not support over caches with a scale for each token and head."""
-    if q_dtype != dtype:
-        refuse("q_dtype", q_dtype, f"None or dtype = {dtype} with token_scales=True")
+    require(q_dtype == dtype, "q_dtype", q_dtype, f"None or dtype = {dtype} with token_scales=True")
     if design is not None and dims.is_wide:
         refuse("head_dim", dims.qk, TOKEN_SCALES_TEXT)
     step = FOUR_BIT_COLUMNS.get(kv_dtype, 1)
     for name, columns in {"head_dim": dims.qk, "head_dim_v": dims.v}.items():
-        if columns % step:
-            refuse(name, columns, f"a multiple of {step} with kv_dtype={kv_dtype!r}")
+        require(columns % step == 0, name, columns, f"a multiple of {step} with kv_dtype={kv_dtype!r}")
 
 
 def check_rotation(q_dtype: torch.dtype, dtype: torch.dtype, dims: HeadDims, variant: Variant | None) -> None:
     """Refuses what kernels do not support over a rotated cache."""
-    if dims.qk != dims.v:
-        refuse("head_dim_v", dims.v, f"head_dim = {dims.qk} with rotation=True")
-    if not dims.may_be_rotated:
-        refuse("head_dim", dims.qk, ROTATION_TEXT)
-    if q_dtype != dtype:
-        refuse("q_dtype", q_dtype, f"None or dtype = {dtype} with rotation=True")
+    require(dims.qk == dims.v, "head_dim_v", dims.v, f"head_dim = {dims.qk} with rotation=True")
+    require(dims.may_be_rotated, "head_dim", dims.qk, ROTATION_TEXT)
+    require(q_dtype == dtype, "q_dtype", q_dtype, f"None or dtype = {dtype} with rotation=True")
     if variant is not None and (variant.has_transforms or variant.has_output):
         must = "a variant that leaves Q, K, V and the output as they are, with rotation=True"
         refuse("variant", variant, must)
@@ -378,14 +375,15 @@ def check_room(
     """group_size: query heads of one KV head. Returns max_rows, max_batch, max_levels."""
     on_cuda = device.type == "cuda"
     max_rows = check_int("max_rows", max_rows, 1)
-    if max_rows * group_size > MAX_INT32:
-        refuse(
-            "max_rows", max_rows, f"below 2^31 when multiplied by the {group_size} query heads of one KV head"
-        )
+    require(
+        max_rows * group_size <= MAX_INT32,
+        "max_rows",
+        max_rows,
+        f"below 2^31 when multiplied by the {group_size} query heads of one KV head",
+    )
     max_batch = check_int("max_batch", max_batch, 1, MAX_CUDA_BATCH if on_cuda else _MAX_CPU_BATCH)
     max_levels = check_int("max_levels", max_levels, 1, MAX_LEVELS)
-    if max_rows * max_levels > MAX_INT32:
-        refuse("max_rows * max_levels", max_rows * max_levels, "below 2^31")
+    require(max_rows * max_levels <= MAX_INT32, "max_rows * max_levels", max_rows * max_levels, "below 2^31")
     if on_cuda and max_batch * max_levels > MAX_CUDA_BATCH:
         refuse("max_batch * max_levels", max_batch * max_levels, f"at most {MAX_CUDA_BATCH} on CUDA")
     return max_rows, max_batch, max_levels
@@ -559,13 +557,13 @@ def levels_of(composition: object, max_levels: int, max_rows: int) -> Sequence[B
 def _in_pages_of(page_size: int, level: int, view: BSRView, max_rows: int) -> BSRView:
     if view.table.page_size == page_size:
         return view
-    if view.pages_change:
-        refuse(
-            f"levels[{level}].pages_change",
-            True,
-            f"False with pages of {view.table.page_size} tokens in a cache of {page_size}: plan copies the "
-            f"page ids",
-        )
+    require(
+        not view.pages_change,
+        f"levels[{level}].pages_change",
+        True,
+        f"False with pages of {view.table.page_size} tokens in a cache of {page_size}: plan copies the "
+        f"page ids",
+    )
     if view.device.type == "cpu":  # now, so that messages show the caller's values
         try:
             check_values(view, max_rows)

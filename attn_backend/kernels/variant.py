@@ -28,7 +28,7 @@ from ..jit.progress import warn_once
 from ..metadata import BSRView, KVCache
 from ..metadata.kv_cache import CacheDtype, CacheScale, Scale
 from ..settings import Settings
-from ..validation import dtype_name, refuse
+from ..validation import dtype_name, refuse, require
 from ..variants import Variant, builtin
 from ..variants.params import check_shapes
 from .interpreter import can_be_interpreted, interpret
@@ -150,8 +150,7 @@ class AttentionVariant:
         max_levels: int = 1,
         num_heads: tuple[int, int] = (0, 0),
     ) -> None:
-        if kv_dtype == torch.uint8:
-            refuse("variant", variant, "None with kv_dtype = torch.uint8")
+        require(kv_dtype != torch.uint8, "variant", variant, "None with kv_dtype = torch.uint8")
         if sinks and not variant.uses_softmax:
             refuse("sinks", sinks, f"False under variant {variant.name}, which does not use softmax")
         dims = HeadDims.of(head_dim)

@@ -17,6 +17,7 @@ from ..validation import (
     dtype_name,
     explain_failure,
     refuse,
+    require,
     short_repr,
 )
 
@@ -243,8 +244,12 @@ class KVCache:
 
         def tensor_by_slot(name: str, of_tokens: Tensor) -> Tensor:
             made = _pages_of_one(name, of_tokens)
-            if len(made) != by_slot.num_pages:
-                refuse(f"kv.{name}", made, "in pages as many tokens apart as the pages of kv.k")
+            require(
+                len(made) == by_slot.num_pages,
+                f"kv.{name}",
+                made,
+                "in pages as many tokens apart as the pages of kv.k",
+            )
             return made
 
         return by_slot.with_scales(
@@ -392,8 +397,12 @@ class KVCache:
         return checked_scale(name, scale)
 
     def _checked_blocks(self, name: str, scale: BlockScales) -> BlockScales:
-        if self.dtype != torch.uint8:
-            refuse(name, "BlockScales", f"a number or a tensor over {dtype_name(self.dtype)}")
+        require(
+            self.dtype == torch.uint8,
+            name,
+            "BlockScales",
+            f"a number or a tensor over {dtype_name(self.dtype)}",
+        )
         blocks, view = scale.blocks, self.v if name == "v_scale" else self.k
         shape = [*view.shape[:3], view.shape[3] * 2 // BLOCK_COLUMNS]
         dtypes = (torch.float8_e4m3fn, torch.uint8) if name == "k_scale" else (self._blocks_of_k().dtype,)

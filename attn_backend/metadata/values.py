@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..validation import refuse
+from ..validation import refuse, require
 from .views import BSRView, PageTable
 
 
@@ -124,8 +124,7 @@ def check_page_ids(view: BSRView, num_pages: int | None = None) -> None:
 
 def _check_rows(rows: Tensor, num_rows: int, max_rows: int) -> None:
     """Checks the part of the row list that qo_indptr uses: its first num_rows elements."""
-    if rows.shape[0] < num_rows:
-        refuse("rows", rows, f"of at least {num_rows} elements, the end of qo_indptr")
+    require(rows.shape[0] >= num_rows, "rows", rows, f"of at least {num_rows} elements, the end of qo_indptr")
     used = rows[:num_rows]
     wrong = (used < 0) | (used >= max_rows)
     if wrong.any():
@@ -185,8 +184,7 @@ def _check_token_slots(table: PageTable) -> None:
 def _check_indptr(name: str, indptr: Tensor, limit: int | None = None, what: str = "") -> int:
     """Returns the last element, which may be at most `limit` (`what` describes the limit)."""
     first, last = int(indptr[0]), int(indptr[-1])
-    if first != 0:
-        refuse(f"{name}[0]", first, "0")
+    require(first == 0, f"{name}[0]", first, "0")
     falls = indptr[1:] < indptr[:-1]
     if falls.any():
         i = _first(falls) + 1
@@ -199,10 +197,8 @@ def _check_indptr(name: str, indptr: Tensor, limit: int | None = None, what: str
 def _check_range(name: str, values: Tensor, limit: int, what: str) -> None:
     """Checks that all elements are in 0 .. `limit`; `what` describes the limit."""
     smallest, largest = (int(value) for value in values.aminmax())
-    if smallest < 0:
-        refuse(f"{name}[{int(values.argmin())}]", smallest, "at least 0")
-    if largest > limit:
-        refuse(f"{name}[{int(values.argmax())}]", largest, f"at most {limit}, {what}")
+    require(smallest >= 0, f"{name}[{int(values.argmin())}]", smallest, "at least 0")
+    require(largest <= limit, f"{name}[{int(values.argmax())}]", largest, f"at most {limit}, {what}")
 
 
 def _check_entries(name: str, entries: Tensor, kv_lens: Tensor, page_size: int, limit: int | None) -> None:

@@ -21,6 +21,7 @@ from ..validation import (
     index_tensor,
     indptr_tensor,
     refuse,
+    require,
     short_repr,
     table_tensor,
 )
@@ -130,8 +131,7 @@ class PageTable:
             ValueError: page_size does not divide this one.
         """
         parts = self.page_size // check_int("page_size", page_size, 1)
-        if parts * page_size != self.page_size:
-            refuse("page_size", page_size, f"a divisor of {self.page_size}")
+        require(parts * page_size == self.page_size, "page_size", page_size, f"a divisor of {self.page_size}")
         if parts == 1:
             return self
         assert self.indices is not None  # ragged tensors have one token per page
@@ -512,8 +512,12 @@ class Composition:
         """
         if not isinstance(table, PageTable):
             refuse("table", table, "a PageTable")
-        if _length("parents", parents) != table.batch_size:
-            refuse("len(parents)", len(parents), f"the requests of the table: {table.batch_size}")
+        require(
+            _length("parents", parents) == table.batch_size,
+            "len(parents)",
+            len(parents),
+            f"the requests of the table: {table.batch_size}",
+        )
         _length("node_of_row", node_of_row)
         paths: list[tuple[int, ...]] = []  # path to each node, from its root
         for node, value in enumerate(parents):
@@ -521,13 +525,13 @@ class Composition:
                 f"parents[{node}]", value, -1, node - 1, "a node before this one, or -1 for a root"
             )
             path = (*paths[parent], node) if parent >= 0 else (node,)
-            if len(path) > MAX_LEVELS:
-                refuse(
-                    f"parents[{node}]",
-                    parent,
-                    f"a node with at most {MAX_LEVELS - 2} nodes above it: a path has at most MAX_LEVELS = "
-                    f"{MAX_LEVELS} nodes",
-                )
+            require(
+                len(path) <= MAX_LEVELS,
+                f"parents[{node}]",
+                parent,
+                f"a node with at most {MAX_LEVELS - 2} nodes above it: a path has at most MAX_LEVELS = "
+                f"{MAX_LEVELS} nodes",
+            )
             paths.append(path)
 
         rows_of_node: list[list[int]] = [[] for _ in paths]

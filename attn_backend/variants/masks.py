@@ -9,7 +9,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from ..validation import INT32_OR_INT64, MAX_INT32, check_types, index_tensor, refuse
+from ..validation import INT32_OR_INT64, MAX_INT32, check_types, index_tensor, refuse, require
 from .cpp import Body
 from .params import Param
 from .reference import Reference
@@ -88,8 +88,7 @@ def _bits(x: object, bitorder: object) -> Tensor:
     """Booleans: which values are not 0."""
     if not isinstance(x, Tensor) or x.ndim != 1 or x.is_floating_point() or x.is_complex():
         refuse("x", x, "a vector of booleans or integers")
-    if bitorder not in ("big", "little"):
-        refuse("bitorder", bitorder, "'big' or 'little'")
+    require(bitorder in ("big", "little"), "bitorder", bitorder, "'big' or 'little'")
     return x if x.dtype == torch.bool else x != 0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..validation import check_int, check_types, refuse
+from ..validation import check_int, check_types, refuse, require
 from .params import Param
 from .reference import Reference
 from .variant import Variant
@@ -27,8 +27,7 @@ def rope_frequencies(rotary_dim: int, theta: float = 10000.0) -> Tensor:
         theta: above 0; rope_theta in a model's config.
     """
     rotary_dim = check_int("rotary_dim", rotary_dim, 2)
-    if rotary_dim % 2:
-        refuse("rotary_dim", rotary_dim, "even")
+    require(rotary_dim % 2 == 0, "rotary_dim", rotary_dim, "even")
     _check_above_0(theta=theta)
     return float(theta) ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
 
@@ -50,8 +49,12 @@ def llama3_frequencies(
     the mean of both, weighted by the position of n.
     """
     _check_above_0(factor=factor, low_freq_factor=low_freq_factor)
-    if not high_freq_factor > low_freq_factor:
-        refuse("high_freq_factor", high_freq_factor, f"above low_freq_factor = {low_freq_factor}")
+    require(
+        high_freq_factor > low_freq_factor,
+        "high_freq_factor",
+        high_freq_factor,
+        f"above low_freq_factor = {low_freq_factor}",
+    )
     original = check_int("original_max_position_embeddings", original_max_position_embeddings, 1)
     plain = rope_frequencies(rotary_dim, theta)
     kept = (
@@ -174,8 +177,12 @@ def _rope(
         refuse("len(frequencies)", pairs, "a multiple of 8 where pairs are not interleaved")
     radians = frequencies.detach().double().cpu()
     # turns_of() (csrc/attention/variant/variant_math.h); also refuses NaN
-    if not radians.abs().max() <= 1.5:
-        refuse("largest of frequencies", float(radians.abs().max()), "at most 1.5 radians")
+    require(
+        radians.abs().max() <= 1.5,
+        "largest of frequencies",
+        float(radians.abs().max()),
+        "at most 1.5 radians",
+    )
     turns = radians / (2 * math.pi)
     high = turns.float()
     table = torch.cat([high, (turns - high.double()).float()])

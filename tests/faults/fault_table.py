@@ -221,8 +221,8 @@ FAULTS = (
     Fault(
         "packed rows of exactly 2^31",
         "attn_backend/kernels/attention.py",
-        "max_rows * group_size > MAX_INT32",
-        "max_rows * group_size > MAX_INT32 + 1",
+        "max_rows * group_size <= MAX_INT32",
+        "max_rows * group_size <= MAX_INT32 + 1",
         ("tests/kernels/test_attention.py", "-k", "packed_rows"),
     ),
     Fault(

@@ -30,7 +30,7 @@ from .rules import (
     unsupported_layer,
     unsupported_pages,
 )
-from .support import refuse
+from .support import refuse, refuse_if
 
 
 def has_float8_outputs(head_size: int, device: torch.device) -> bool:
@@ -100,24 +100,18 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         self.sinks = sinks
 
         heads = HeadDims(head_size, head_size if self.head_size_v is None else self.head_size_v)
-        unsupported = unsupported_layer(heads.qk, heads.v, attn_type)
-        if unsupported is not None:
-            self._refuse(unsupported)
+        self._refuse_if(unsupported_layer(heads.qk, heads.v, attn_type))
         device = torch.get_default_device()
         unsupported = unsupported_cache(heads, kv_cache_dtype, device.type)
-        if unsupported is not None:
-            self._refuse(unsupported, "pass fp8 or the model's dtype as --kv-cache-dtype")
+        self._refuse_if(unsupported, "pass fp8 or the model's dtype as --kv-cache-dtype")
         unsupported = unsupported_pages(
             kv_cache_dtype, sliding_window is not None, compat.takes_bytes_of_rows()
         )
-        if unsupported is not None:
-            self._refuse(unsupported, CACHE_OF_OLD_RELEASES)
+        self._refuse_if(unsupported, CACHE_OF_OLD_RELEASES)
         if sinks is not None and sinks.shape != (num_heads,):
-            self._refuse(f"sinks of shape {tuple(sinks.shape)} in a layer of {num_heads} heads")
+            self._refuse_if(f"sinks of shape {tuple(sinks.shape)} in a layer of {num_heads} heads")
         for name, value in extra.items():
-            unsupported = unsupported_argument(name, value)
-            if unsupported is not None:
-                self._refuse(unsupported)
+            self._refuse_if(unsupported_argument(name, value))
 
         shares_kv = self.dcp_world_size > 1
         if shares_kv:
@@ -175,8 +169,8 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         else:
             self._float_sinks.copy_(sinks)  # captured graphs read this tensor
 
-    def _refuse(self, what: str, advice: str | None = None) -> None:
-        refuse(what, self.other_backend if advice is None else f"{advice}, or {self.other_backend}")
+    def _refuse_if(self, what: str | None, advice: str | None = None) -> None:
+        refuse_if(what, self.other_backend if advice is None else f"{advice}, or {self.other_backend}")
 
     def _check_shared_kv(self, heads: HeadDims, has_alibi: bool, sliding_window: int | None) -> None:
         """Refuses unsupported features of a layer whose KV lies on several ranks (dcp.py)."""
@@ -192,7 +186,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         }
         for what, is_so in reasons.items():
             if is_so:
-                self._refuse(
+                self._refuse_if(
                     f"{what} with decode context parallelism", "pass --decode-context-parallel-size 1"
                 )
 

@@ -28,6 +28,7 @@ from .rules import BYTE_CACHES, TOKEN_SCALED_CACHES
 from .support import (
     logger,
     refuse,
+    refuse_if,
     tell_of_cascade,
     tell_when_ready,
     unsupported_context_parallelism,
@@ -122,20 +123,17 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         group = compat.dcp_group(kv_cache_spec)
         max_rows, max_batch = workspace_maxima(vllm_config)
-        unsupported = (
+        refuse_if(
             unsupported_feature(vllm_config)
             or unsupported_cache(vllm_config, kv_cache_spec)
             or unsupported_invariance(max_batch, device)
+            or unsupported_context_parallelism(vllm_config, 1 if group is None else group.world_size)
         )
-        if unsupported is None and group is not None:
-            unsupported = unsupported_context_parallelism(vllm_config, group.world_size)
-            if unsupported is None and (self.chunked or compat.is_prefix_lm(vllm_config)):
-                unsupported = (
-                    "masks of chunks or images with decode context parallelism (pass "
-                    "--decode-context-parallel-size 1)"
-                )
-        if unsupported is not None:
-            refuse(unsupported)
+        if group is not None and (self.chunked or compat.is_prefix_lm(vllm_config)):
+            refuse(
+                "masks of chunks or images with decode context parallelism (pass "
+                "--decode-context-parallel-size 1)"
+            )
 
         self.page_size: int = kv_cache_spec.block_size
         self.context_parallel: ContextParallel | None = None

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadataBuilder,
     QueryLenSupport,
 )
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MLAAttentionImpl
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 from attn_backend.adapters.layers import LayerSpec, attention_of
@@ -39,11 +39,13 @@ from .rules import FLOAT8_LATENTS, LATENT_CACHES, LATENT_HEAD_SIZES, OTHER_CACHE
 from .support import (
     logger,
     refuse,
+    refuse_if,
     tell_of_cascade,
     tell_when_ready,
     unsupported_context_parallelism,
     unsupported_feature,
     unsupported_invariance,
+    unsupported_latents,
     workspace_maxima,
 )
 
@@ -292,21 +294,19 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         """
         group = compat.dcp_group(kv_cache_spec)
         max_rows, max_batch = workspace_maxima(vllm_config)
-        unsupported = unsupported_feature(vllm_config) or unsupported_invariance(max_batch, device)
-        if unsupported is None and group is not None:
-            unsupported = unsupported_context_parallelism(vllm_config, group.world_size)
+        num_ranks = 1 if group is None else group.world_size
         dtype = vllm_config.model_config.dtype
         has_float8 = (
             kv_cache_spec.dtype in (torch.uint8, torch.float8_e4m3fn)
             and vllm_config.cache_config.cache_dtype in FLOAT8_LATENTS
         )
-        if unsupported is None and kv_cache_spec.dtype != dtype and not has_float8:
-            unsupported = (
-                f"a cache of latents of {kv_cache_spec.dtype} for a model of {dtype} (pass "
-                f"--kv-cache-dtype auto)"
-            )
-        if unsupported is not None:
-            refuse(unsupported)
+        kv_dtype = torch.float8_e4m3fn if has_float8 else None
+        refuse_if(
+            unsupported_feature(vllm_config)
+            or unsupported_invariance(max_batch, device)
+            or unsupported_context_parallelism(vllm_config, num_ranks)
+            or unsupported_latents(kv_cache_spec, dtype, kv_dtype)
+        )
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         warn_if_untried(device, logger)
         tell_of_cascade(logger)
@@ -317,14 +317,7 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
             # the chunks of a cached prefix depend on the batch, so all requests attend to their latents
             self.reorder_batch_threshold = max_rows
         # the engine gathers the queries of all ranks
-        num_heads = self.num_heads * (1 if group is None else group.world_size)
-        spec = LayerSpec(
-            num_heads,
-            1,
-            latent.qk,
-            head_dim_v=latent.v,
-            kv_dtype=torch.float8_e4m3fn if has_float8 else None,
-        )
+        spec = LayerSpec(self.num_heads * num_ranks, 1, latent.qk, head_dim_v=latent.v, kv_dtype=kv_dtype)
         max_decode_rows = min(max_rows, max_batch * max(self.reorder_batch_threshold, 1))
         self.decode_attention = outside_memory_pools(
             lambda: attention_of(
@@ -372,17 +365,18 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         )
 
 
-class MlaImpl(MLACommonImpl[MLACommonMetadata]):
-    """The absorbed attention of one layer, for decodes and short chunks. vLLM's `MLAAttention` makes it and
-    projects.
+class LatentImpl(MLAAttentionImpl[Any]):
+    """The common part of a layer over latents: its checks and its cache.
 
-    Longer prefills go through vLLM's `forward_mha`, which decompresses K and V and calls MlaPrefill.
+    neutral_arguments: arguments of some models, which must be None or 0.0. unknown_arguments: those of them
+    that vLLM's class does not take.
     """
 
     can_return_lse_for_decode: bool = True
-    supports_dcp: bool = True
     supports_pcp: bool = False
-    kv_cache_dtypes: ClassVar[tuple[str, ...]] = LATENT_CACHES
+    kv_cache_dtypes: ClassVar[tuple[str, ...]]
+    neutral_arguments: ClassVar[tuple[str, ...]]
+    unknown_arguments: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -400,8 +394,7 @@ class MlaImpl(MLACommonImpl[MLACommonMetadata]):
     ) -> None:
         """
         Args:
-            mla_arguments: widths of the model's projections, kv_b_proj, and arguments of some models, which
-                must have their neutral values.
+            mla_arguments: widths of the model's projections, kv_b_proj, and arguments of some models.
 
         Raises:
             NotImplementedError: this package does not support the layer.
@@ -411,16 +404,15 @@ class MlaImpl(MLACommonImpl[MLACommonMetadata]):
             "sliding_window": sliding_window,
             "logits_soft_cap": logits_soft_cap,
         }
-        given |= {
-            name: mla_arguments.get(name)
-            for name in ("indexer", "topk_indices_buffer", "index_group_builder", "q_pad_num_heads")
-        }
-        check_layer(given, attn_type, kv_cache_dtype, self.kv_cache_dtypes)
-        plain = {
-            name: value
-            for name, value in mla_arguments.items()
-            if name not in ("topk_indices_buffer", "index_group_builder")
-        }
+        for name, value in (
+            given | {name: mla_arguments.get(name) for name in self.neutral_arguments}
+        ).items():
+            if value is not None and not (isinstance(value, float) and value == 0.0):
+                refuse(f"the argument {name} of an MLA layer")
+        if attn_type != AttentionType.DECODER:
+            refuse(f"attention of type {attn_type} over latents")
+        if kv_cache_dtype not in self.kv_cache_dtypes:
+            refuse(f"a cache of latents of dtype {kv_cache_dtype} (pass --kv-cache-dtype auto or fp8_e4m3)")
         super().__init__(
             num_heads,
             head_size,
@@ -432,13 +424,47 @@ class MlaImpl(MLACommonImpl[MLACommonMetadata]):
             logits_soft_cap,
             attn_type,
             kv_sharing_target_layer_name,
-            **plain,
+            **{name: value for name, value in mla_arguments.items() if name not in self.unknown_arguments},
         )
         self.supports_quant_query_input = False
         self._latents = LatentCache(kv_cache_dtype, self.kv_lora_rank)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_cache_dtype: str,
+        k_scale: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Writes new latents into the cache.
+
+        Args:
+            kv_c_normed: [tokens, latent], k_pe: [tokens, 1, rotated part].
+            kv_cache: as in forward_mqa; uint8 if its numbers have 8 bits.
+            slot_mapping: int64 [tokens]; negative for padding. Tokens beyond it are padding too.
+            k_scale: float32 [], of an 8-bit cache, which kernels read when they run.
+        """
+        self._latents.append(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
+
+
+class MlaImpl(LatentImpl, MLACommonImpl[MLACommonMetadata]):
+    """The absorbed attention of one layer, for decodes and short chunks. vLLM's `MLAAttention` makes it and
+    projects.
+
+    Longer prefills go through vLLM's `forward_mha`, which decompresses K and V and calls MlaPrefill.
+    """
+
+    supports_dcp: bool = True
+    kv_cache_dtypes: ClassVar[tuple[str, ...]] = LATENT_CACHES
+    unknown_arguments: ClassVar[tuple[str, ...]] = ("topk_indices_buffer", "index_group_builder")
+    neutral_arguments: ClassVar[tuple[str, ...]] = ("indexer", *unknown_arguments, "q_pad_num_heads")
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
@@ -463,48 +489,6 @@ class MlaImpl(MLACommonImpl[MLACommonMetadata]):
         kv = self._latents.view(kv_c_and_k_pe_cache, layer._k_scale)
         out = decode.attention.run(q, kv, q_rope=q_rope, lse=lse, sm_scale=self.scale, after_append=True)
         return out, lse
-
-    def do_kv_cache_update(
-        self,
-        kv_c_normed: Tensor,
-        k_pe: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-        kv_cache_dtype: str,
-        k_scale: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        """Writes new latents into the cache.
-
-        Args:
-            kv_c_normed: [tokens, latent], k_pe: [tokens, 1, rotated part].
-            kv_cache: as in forward_mqa; uint8 if its numbers have 8 bits.
-            slot_mapping: int64 [tokens]; negative for padding. Tokens beyond it are padding too.
-            k_scale: float32 [], of an 8-bit cache, which kernels read when they run.
-        """
-        self._latents.append(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
-
-
-def check_layer(
-    given: dict[str, Any], attn_type: str, kv_cache_dtype: str, kv_cache_dtypes: tuple[str, ...]
-) -> None:
-    """Refuses arguments that none of our MLA layers supports.
-
-    Args:
-        given: arguments that must be None or 0.0.
-        kv_cache_dtypes: the supported dtypes.
-
-    Raises:
-        NotImplementedError: names the argument.
-    """
-    for name, value in given.items():
-        if value is not None and not (isinstance(value, float) and value == 0.0):
-            refuse(f"the argument {name} of an MLA layer")
-    if attn_type != AttentionType.DECODER:
-        refuse(f"attention of type {attn_type} over latents")
-    if kv_cache_dtype not in kv_cache_dtypes:
-        refuse(f"a cache of latents of dtype {kv_cache_dtype} (pass --kv-cache-dtype auto or fp8_e4m3)")
 
 
 class MlaBackend(OwnBackend, MLACommonBackend):

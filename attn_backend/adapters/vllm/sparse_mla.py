@@ -24,14 +24,16 @@ from attn_backend.metadata.kv_cache import SCALED_LATENT_BYTES, SCALED_LATENT_DT
 
 from . import compat, sampler
 from .compat import outside_memory_pools
-from .mla import LatentCache, MlaBackend, MlaImpl, check_layer, prefill_backend
+from .mla import LatentImpl, MlaBackend, MlaImpl, prefill_backend
 from .rules import FLOAT8_LATENTS, SCALED_LATENTS
 from .support import (
     logger,
     refuse,
+    refuse_if,
     tell_when_ready,
     unsupported_feature,
     unsupported_invariance,
+    unsupported_latents,
     unsupported_sparse_feature,
     workspace_maxima,
 )
@@ -87,22 +89,16 @@ class SparseMlaMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMlaMetadata]
         """
         dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
         max_rows, max_batch = workspace_maxima(vllm_config)
-        unsupported = (
+        kv_dtypes = dict.fromkeys(FLOAT8_LATENTS, torch.float8_e4m3fn) | {SCALED_LATENTS: SCALED_LATENT_DTYPE}
+        kv_dtype = kv_dtypes.get(cache_dtype) if kv_cache_spec.dtype.itemsize == 1 else None
+        refuse_if(
             unsupported_feature(vllm_config)
             or unsupported_sparse_feature(vllm_config)
             or unsupported_invariance(max_batch, device)
+            or unsupported_latents(kv_cache_spec, dtype, kv_dtype)
         )
-        kv_dtypes = dict.fromkeys(FLOAT8_LATENTS, torch.float8_e4m3fn) | {SCALED_LATENTS: SCALED_LATENT_DTYPE}
-        kv_dtype = kv_dtypes.get(cache_dtype) if kv_cache_spec.dtype.itemsize == 1 else None
-        if unsupported is None and kv_dtype is None and kv_cache_spec.dtype != dtype:
-            unsupported = (
-                f"a cache of latents of {kv_cache_spec.dtype} for a model of {dtype} (pass "
-                f"--kv-cache-dtype auto)"
-            )
-        if unsupported is None and kv_dtype == SCALED_LATENT_DTYPE and dtype != torch.bfloat16:
-            unsupported = f"--kv-cache-dtype {SCALED_LATENTS} for a model of {dtype} (pass --dtype bfloat16)"
-        if unsupported is not None:
-            refuse(unsupported)
+        if kv_dtype == SCALED_LATENT_DTYPE and dtype != torch.bfloat16:
+            refuse(f"--kv-cache-dtype {SCALED_LATENTS} for a model of {dtype} (pass --dtype bfloat16)")
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         warn_if_untried(device, logger)
         batch_invariant = compat.batch_invariant()
@@ -149,71 +145,21 @@ class SparseMlaMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMlaMetadata]
         return metadata
 
 
-class SparseMlaImpl(SparseMLACommonImpl[SparseMlaMetadata]):
+class SparseMlaImpl(LatentImpl, SparseMLACommonImpl[SparseMlaMetadata]):
     """Sparse attention of one layer. vLLM's `MLAAttention` makes it and projects.
 
     The indexer and its cache are vLLM's. It writes the selected tokens into topk_indices_buffer before the
     layer attends.
     """
 
-    can_return_lse_for_decode: bool = True
     supports_dcp: bool = False
-    supports_pcp: bool = False
     kv_cache_dtypes: ClassVar[tuple[str, ...]] = (*MlaImpl.kv_cache_dtypes, SCALED_LATENTS)
+    neutral_arguments: ClassVar[tuple[str, ...]] = ("q_pad_num_heads",)
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        **mla_arguments: Any,
-    ) -> None:
-        """
-        Args:
-            mla_arguments: widths of the model's projections, kv_b_proj, indexer or topk_indices_buffer, and
-                arguments of some models, which must have their neutral values.
-
-        Raises:
-            NotImplementedError: this package does not support the layer.
-        """
-        given = {
-            "alibi_slopes": alibi_slopes,
-            "sliding_window": sliding_window,
-            "logits_soft_cap": logits_soft_cap,
-        }
-        check_layer(
-            given | {"q_pad_num_heads": mla_arguments.get("q_pad_num_heads")},
-            attn_type,
-            kv_cache_dtype,
-            self.kv_cache_dtypes,
-        )
-        super().__init__(
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes,
-            sliding_window,
-            kv_cache_dtype,
-            logits_soft_cap,
-            attn_type,
-            kv_sharing_target_layer_name,
-            **mla_arguments,
-        )
+    def __init__(self, *arguments: Any, **mla_arguments: Any) -> None:
+        super().__init__(*arguments, **mla_arguments)
         if self.topk_indices_buffer is None:
             refuse("a sparse MLA layer without indices of selected tokens")
-        self.supports_quant_query_input = False
-        self._latents = LatentCache(kv_cache_dtype, self.kv_lora_rank)
-
-    def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        return False
 
     def forward_mqa(
         self,
@@ -247,20 +193,6 @@ class SparseMlaImpl(SparseMLACommonImpl[SparseMlaMetadata]):
             q, kv, indices, attn_metadata.block_table, requests, q_rope=q_rope, lse=lse, sm_scale=self.scale
         )
         return out, lse
-
-    def do_kv_cache_update(
-        self,
-        kv_c_normed: Tensor,
-        k_pe: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-        kv_cache_dtype: str,
-        k_scale: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        """As MlaImpl's."""
-        self._latents.append(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
 
 
 class SparseMlaBackend(MlaBackend):

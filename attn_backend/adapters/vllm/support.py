@@ -47,6 +47,12 @@ def refuse(what: str, way_out: str = OTHER_BACKEND) -> NoReturn:
     raise NotImplementedError(f"attn_backend does not support {what}: {way_out}")
 
 
+def refuse_if(what: str | None, way_out: str = OTHER_BACKEND) -> None:
+    """Refuses what is unsupported; does nothing if it is None."""
+    if what is not None:
+        refuse(what, way_out)
+
+
 def with_ways_out(reasons: Iterable[str]) -> list[str]:
     """The reasons that vLLM shows when it refuses a backend, each with its way out.
 
@@ -75,6 +81,8 @@ def unsupported_feature(vllm_config: VllmConfig) -> str | None:
 
 def unsupported_context_parallelism(vllm_config: VllmConfig, size: int) -> str | None:
     """Why a group of this size cannot share KV, or None. The layers check the rest (attention.py)."""
+    if size == 1:
+        return None
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     advice = "pass --decode-context-parallel-size 1"
     if current_platform.is_cpu():
@@ -101,6 +109,13 @@ def unsupported_sparse_feature(vllm_config: VllmConfig) -> str | None:
             "--decode-context-parallel-size 1)"
         )
     return None
+
+
+def unsupported_latents(kv_cache_spec: Any, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> str | None:
+    """Why a cache of latents cannot be read, or None. kv_dtype: its float8 or byte dtype, else None."""
+    if kv_dtype is not None or kv_cache_spec.dtype == dtype:
+        return None
+    return f"a cache of latents of {kv_cache_spec.dtype} for a model of {dtype} (pass --kv-cache-dtype auto)"
 
 
 def unsupported_invariance(max_batch: int, device: torch.device) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...validation import refuse
+from ...validation import refuse, require
 from ...variants import Param, Variant
 from ..features import not_supported
 
@@ -170,13 +170,13 @@ def jit_variant(jit_args: Sequence[Any] | None) -> JitVariant | None:
     """
     if jit_args is None or has_sinks(jit_args):
         return None
-    if len(jit_args) < 13:
-        refuse(
-            "len(jit_args)",
-            len(jit_args),
-            "13: uri, 4 dtypes, 2 head sizes, names and types of tensors and scalars, the variant's name, "
-            "its C++",
-        )
+    require(
+        len(jit_args) >= 13,
+        "len(jit_args)",
+        len(jit_args),
+        "13: uri, 4 dtypes, 2 head sizes, names and types of tensors and scalars, the variant's name, "
+        "its C++",
+    )
     return variant_of(*jit_args[7:13])
 
 
