@@ -25,6 +25,7 @@ _MAX_REQUESTS, _MAX_PAGES = 8192, 1 << 24  # per batch
 _MAX_PREFIXES = 64  # nested prefixes in --shared-prefix
 MAX_HASH_IDS = 1 << 24  # per trace
 MAX_TEXT = 1 << 28  # characters in a batch, or in a line of a trace
+_HOPPER_CTAS = 132  # one per SM of an H100
 _MAX_HEADS = 256  # the text and the picture of a plan grow with its (row tile, head) pairs
 
 # GPU kernels, by their names in Attention(kernel=...), and the CPU
@@ -66,6 +67,19 @@ class PlanOptions(BaseModel):
     head_dim_v: Count | None = None
     cascade: bool | Literal["always"] = True
     batch_invariant: bool = False
+
+    @property
+    def num_qo_heads(self) -> int:
+        return int(self.heads.partition("/")[0])
+
+    @property
+    def num_kv_heads(self) -> int:
+        return int(self.heads.partition("/")[2])
+
+    @property
+    def ctas(self) -> int | None:
+        """None: a CPU's own number, kCtas in csrc/attention/cpu/design.h."""
+        return _HOPPER_CTAS if self.num_ctas is None and self.costs != "cpu" else self.num_ctas
 
 
 class BatchFile(PlanOptions):

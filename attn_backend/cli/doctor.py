@@ -176,27 +176,37 @@ def _kernels() -> list[Finding]:
     return [
         *findings,
         on_compiler,
-        _nvrtc(),
-        _pyelftools(),
-        _variants(),
+        _optional(
+            "NVRTC",
+            compilers.nvrtc(),
+            "not found; only needed for variants on a GPU without nvcc",
+            compilers.NVRTC_ADVICE,
+        ),
+        _optional(
+            "pyelftools",
+            (version("pyelftools") or "installed") if code_address.has_pyelftools() else None,
+            "not installed; kernels that this machine compiles run a few percent slower on a GPU; the kernels "
+            "of the package are unaffected",
+            "pip install pyelftools; kernels that were compiled without it are then compiled again",
+        ),
+        _cpp_compiler(),
         on_cache,
         *(_cached(folder) if folder else []),
     ]
 
 
-def _pyelftools() -> Finding:
-    if code_address.has_pyelftools():
-        return Finding("ok", "pyelftools", version("pyelftools") or "installed")
-    text = (
-        "not installed; kernels that this machine compiles run a few percent slower on a GPU; the kernels "
-        "of the package are unaffected"
-    )
-    return Finding(
-        "--",
-        "pyelftools",
-        text,
-        "pip install pyelftools; kernels that were compiled without it are then compiled again",
-    )
+def _optional(subject: str, found: object, missing: str, advice: str = "") -> Finding:
+    """What works without it, if it is missing."""
+    return Finding("--", subject, missing, advice) if found is None else Finding("ok", subject, str(found))
+
+
+def _cpp_compiler() -> Finding:
+    """The compiler of variants for this machine's CPU; GPUs need nvcc or NVRTC."""
+    command = compilers.cpp_compiler()
+    found = None if command is None else f"{' '.join(command)}, for variants on a CPU"
+    instead = "until then Python functions and built-ins are interpreted on the CPU, slowly"
+    missing = "not found; only needed for variants on a CPU"
+    return _optional("C++ compiler", found, missing, f"{compilers.no_cpp_compiler()}; {instead}")
 
 
 def _cached(folder: Path) -> list[Finding]:
@@ -215,28 +225,6 @@ def _cached(folder: Path) -> list[Finding]:
     return [Finding("--" if faults else "ok", "compiled kernels", text, advice if faults else "")]
 
 
-def _variants() -> Finding:
-    """The compiler of variants for this machine's CPU; GPUs need nvcc or NVRTC."""
-    command = compilers.cpp_compiler()
-    if command is None:
-        instead = "until then Python functions and built-ins are interpreted on the CPU, slowly"
-        advice = f"{compilers.no_cpp_compiler()}; {instead}"
-        return Finding("--", "C++ compiler", "not found; only needed for variants on a CPU", advice)
-    return Finding("ok", "C++ compiler", f"{' '.join(command)}, for variants on a CPU")
-
-
-def _nvrtc() -> Finding:
-    library = compilers.nvrtc()
-    if library is None:
-        return Finding(
-            "--",
-            "NVRTC",
-            "not found; only needed for variants on a GPU without nvcc",
-            compilers.NVRTC_ADVICE,
-        )
-    return Finding("ok", "NVRTC", str(library))
-
-
 def _count(files: list[Path], fault: Callable[[Path], str]) -> tuple[int, list[str]]:
     """The number of undamaged files among those that exist, and the faults of the others."""
     faults = [fault(path) for path in files if os.path.lexists(path)]
@@ -248,9 +236,8 @@ def _first(faults: list[str]) -> str:
 
 
 def _compiler(path: str | None) -> Finding:
-    if path is None:
-        return Finding("--", "nvcc", "not found; only needed to compile kernels that the package lacks")
-    return Finding("ok", "nvcc", f"{path} ({cubins.nvcc_version(path)})")
+    found = None if path is None else f"{path} ({cubins.nvcc_version(path)})"
+    return _optional("nvcc", found, "not found; only needed to compile kernels that the package lacks")
 
 
 def _cache() -> tuple[Finding, Path]:

@@ -106,11 +106,11 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         # Imported here, so that `attn-backend doctor` runs without torch.
         from .batches import read_batch
-        from .planned import FOREST_COLUMNS, Planned, Target
+        from .planned import FOREST_COLUMNS, Planned, read_options
 
         _check_outputs(arguments)
         batch = read_batch(arguments)
-        planned = Planned.make(batch, Target.read(arguments, batch))
+        planned = Planned.make(batch, read_options(arguments, batch))
         print_table(planned.summary())
         if batch.fault:
             print(f"\nwritten because it was {batch.fault}")

@@ -16,7 +16,7 @@ from ..kernels.attention import Attention
 from ..kernels.schedule import TILE_ROWS, PrefixNode, Schedule
 from ..settings import refusal
 from ..validation import refuse, require
-from .batches import Batch, Costs, PlanOptions
+from .batches import Batch, PlanOptions
 
 
 @dataclass(frozen=True)
@@ -153,61 +153,32 @@ _MOST_FOREST_REQUESTS = 1024  # kMaxForestRequests in csrc/planner/forest.h
 _MOST_HEAD_ROWS = 1 << 27  # the text and the picture of a plan grow with its (row tile, head) pairs
 
 
-@dataclass(frozen=True)
-class Target:
-    """The target of a plan: the model's heads and head_dim, the device's CTAs and costs, the view's mask."""
+def read_options(arguments: argparse.Namespace, batch: Batch) -> PlanOptions:
+    """Options take precedence over the batch's file, which takes precedence over the defaults.
 
-    num_qo_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-    # one per SM of an H100; None: for a CPU, kCtas in csrc/attention/cpu/design.h
-    num_ctas: int | None = 132
-    costs: Costs = "hopper"
-    cascade: bool | Literal["always"] = True
-    causal: bool = True
-    window_left: int = -1
-    head_dim_v: int | None = None
-    batch_invariant: bool = False
-
-    @classmethod
-    def read(cls, arguments: argparse.Namespace, batch: Batch) -> Target:
-        """Options take precedence over the batch's file, which takes precedence over the defaults.
-
-        Raises:
-            ValueError: an error, with the name of the option or field.
-        """
-        given = {
-            name: value
-            for name, value in vars(arguments).items()
-            if name in PlanOptions.model_fields and value is not None
-        }
-        try:
-            options = PlanOptions.model_validate({**batch.settings, **given, "page_size": batch.page_size})
-        except ValidationError as error:
-            raise ValueError(refusal(error)) from None
-        num_qo_heads, num_kv_heads = map(int, options.heads.split("/"))
-        require(
-            sum(batch.qo_lens) * num_qo_heads <= _MOST_HEAD_ROWS,
-            "sum(qo_lens)",
-            sum(batch.qo_lens),
-            f"at most {_MOST_HEAD_ROWS // num_qo_heads} with {num_qo_heads} query heads",
-        )
-        dims = HeadDims(options.head_dim, options.head_dim_v or options.head_dim)
-        if options.costs != "cpu" and not dims.runs_on_cuda:
-            refuse("head_dim", options.head_dim, f"{CUDA_HEAD_DIMS_TEXT} with the costs of a GPU")
-        num_ctas = cls.num_ctas if options.num_ctas is None and options.costs != "cpu" else options.num_ctas
-        heads = (num_qo_heads, num_kv_heads)
-        return cls(
-            *heads,
-            options.head_dim,
-            num_ctas,
-            options.costs,
-            False if arguments.no_cascade else options.cascade,
-            options.causal,
-            options.window_left,
-            options.head_dim_v,
-            options.batch_invariant,
-        )
+    Raises:
+        ValueError: an error, with the name of the option or field.
+    """
+    given = {
+        name: value
+        for name, value in vars(arguments).items()
+        if name in PlanOptions.model_fields and value is not None
+    }
+    given |= {"page_size": batch.page_size} | ({"cascade": False} if arguments.no_cascade else {})
+    try:
+        options = PlanOptions.model_validate(batch.settings | given)
+    except ValidationError as error:
+        raise ValueError(refusal(error)) from None
+    require(
+        sum(batch.qo_lens) * options.num_qo_heads <= _MOST_HEAD_ROWS,
+        "sum(qo_lens)",
+        sum(batch.qo_lens),
+        f"at most {_MOST_HEAD_ROWS // options.num_qo_heads} with {options.num_qo_heads} query heads",
+    )
+    dims = HeadDims(options.head_dim, options.head_dim_v or options.head_dim)
+    if options.costs != "cpu" and not dims.runs_on_cuda:
+        refuse("head_dim", options.head_dim, f"{CUDA_HEAD_DIMS_TEXT} with the costs of a GPU")
+    return options
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,7 +187,7 @@ class Planned:
 
     Attributes:
         batch: the requests.
-        target: the target of the schedule.
+        options: of the schedule.
         schedule: from Attention.schedule().
         costs: of the schedule.
         without: costs of the schedule without cascade.
@@ -224,27 +195,27 @@ class Planned:
     """
 
     batch: Batch
-    target: Target
+    options: PlanOptions
     schedule: Schedule
     costs: ScheduleCosts
     without: ScheduleCosts
     members: list[list[int]]
 
     @classmethod
-    def make(cls, batch: Batch, target: Target) -> Planned:
+    def make(cls, batch: Batch, options: PlanOptions) -> Planned:
         """Plans on the host.
 
         Raises:
-            ValueError: an error in the batch or the target, by name.
+            ValueError: an error in the batch or the options, by name.
         """
-        schedule = _schedule(batch, target, target.cascade)
-        costs = ScheduleCosts.of(schedule, target.num_kv_heads)
+        schedule = _schedule(batch, options, options.cascade)
+        costs = ScheduleCosts.of(schedule, options.num_kv_heads)
         without = (
-            ScheduleCosts.of(_schedule(batch, target, False), target.num_kv_heads)
+            ScheduleCosts.of(_schedule(batch, options, False), options.num_kv_heads)
             if schedule.forest
             else costs
         )
-        return cls(batch, target, schedule, costs, without, _members(batch, target, schedule))
+        return cls(batch, options, schedule, costs, without, _members(batch, options, schedule))
 
     def path(self, request: int) -> list[PrefixNode]:
         """The nodes that contain a request, from the root down."""
@@ -270,7 +241,7 @@ class Planned:
 
     def summary(self) -> list[tuple[str, str]]:
         """Named lines: the batch, the row groups and the KV that they read, the CTAs."""
-        batch, target, schedule, costs = self.batch, self.target, self.schedule, self.costs
+        batch, options, schedule, costs = self.batch, self.options, self.schedule, self.costs
         requests, taken = len(batch.kv_lens), sum(node.group >= 0 for node in schedule.forest)
         kinds = Counter(schedule.of_tiles("kind").tolist())
         tiles = ", ".join(f"{number} of {TILE_ROWS[kind]} rows" for kind, number in sorted(kinds.items()))
@@ -286,19 +257,19 @@ class Planned:
         )
         of_any_cpu = (
             " (tasks that its threads take one after another: the same number on every CPU)"
-            if target.num_ctas is None
+            if options.ctas is None
             else ""
         )
         where = (
             f"{schedule.num_ctas} CTAs{of_any_cpu}, costs of "
-            f"{'a CPU' if target.costs == 'cpu' else f'the {target.costs} kernel'}"
+            f"{'a CPU' if options.costs == 'cpu' else f'the {options.costs} kernel'}"
         )
         pages = f"{count(sum(map(self.pages, range(requests))), 'page')} of {batch.page_size}"
         return [
             ("batch", f"{batch.title}: {count(requests, 'request')}, {rows} of Q, {tokens} of KV in {pages}"),
             (
                 "for",
-                f"{target.num_qo_heads}/{target.num_kv_heads} heads, head_dim {target.head_dim}, {where}",
+                f"{options.num_qo_heads}/{options.num_kv_heads} heads, head_dim {options.head_dim}, {where}",
             ),
             (
                 "row groups",
@@ -361,30 +332,30 @@ def decision(node: PrefixNode) -> str:
     return f"taken: row group {node.group}{handed}"
 
 
-def _schedule(batch: Batch, target: Target, cascade: bool | Literal["always"]) -> Schedule:
+def _schedule(batch: Batch, options: PlanOptions, cascade: bool | Literal["always"]) -> Schedule:
     attention = Attention(
-        target.num_qo_heads,
-        target.num_kv_heads,
-        target.head_dim,
+        options.num_qo_heads,
+        options.num_kv_heads,
+        options.head_dim,
         device="cpu",
-        head_dim_v=target.head_dim_v,
+        head_dim_v=options.head_dim_v,
         max_rows=max(sum(batch.qo_lens), 1),
         max_batch=batch.max_batch or max(len(batch.qo_lens), 1),
-        num_ctas=target.num_ctas,
+        num_ctas=options.ctas,
         cascade=cascade,
-        batch_invariant=target.batch_invariant,
-        kernel=None if target.costs == "cpu" else target.costs,
+        batch_invariant=options.batch_invariant,
+        kernel=None if options.costs == "cpu" else options.costs,
     )
-    attention.plan(batch.view(target.causal, target.window_left))
+    attention.plan(batch.view(options.causal, options.window_left))
     return attention.schedule()
 
 
-def _members(batch: Batch, target: Target, schedule: Schedule) -> list[list[int]]:
+def _members(batch: Batch, options: PlanOptions, schedule: Schedule) -> list[list[int]]:
     """A request is in a node if it has the node's pages and all its rows see them. If the node was taken, the
     request must also leave the pages to the node's row group.
     """
     kv_lens = torch.tensor(batch.kv_lens)
-    seen = kv_lens - torch.tensor(batch.qo_lens) + 1 if target.causal else kv_lens
+    seen = kv_lens - torch.tensor(batch.qo_lens) + 1 if options.causal else kv_lens
     shareable = (seen.clamp(min=0) // batch.page_size).tolist()
     covered = ((kv_lens - schedule.of_groups("kv_len")[: len(kv_lens)]) // batch.page_size).tolist()
     rows = [row.numpy() for row in batch.block_table]

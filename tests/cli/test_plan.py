@@ -23,7 +23,7 @@ from attn_backend import Attention, BSRView
 from attn_backend.cli import batches
 from attn_backend.cli.main import main
 from attn_backend.cli.picture import DECODE, DPI, NOT_TAKEN, PREFILL, TAKEN, draw_plan
-from attn_backend.cli.planned import Planned, ScheduleCosts, Target
+from attn_backend.cli.planned import Planned, ScheduleCosts, read_options
 from attn_backend.jit.manifest import DESIGNS
 
 Capture = pytest.CaptureFixture[str]
@@ -218,7 +218,7 @@ def test_members_are_as_many_as_the_planner_says() -> None:
         batches.shared_prefix("4x3x100+1024+20", 16),
         batches.shared_prefix("5x2x3x64+64+640+9", 16),
     ):
-        planned = Planned.make(batch, Target())
+        planned = Planned.make(batch, batches.PlanOptions())
         assert planned.schedule.forest
         assert [len(members) for members in planned.members] == [
             node.num_requests for node in planned.schedule.forest
@@ -243,7 +243,7 @@ def test_members_have_all_pages_from_the_first_on(pages: int) -> None:
         torch.cat([*head, own[i] + torch.arange(136 - pages * len(head))]).int()
         for i, head in enumerate(heads)
     ]
-    planned = Planned.make(batches.Batch("", [1] * 5, [136 * 16] * 5, table, 16), Target())
+    planned = Planned.make(batches.Batch("", [1] * 5, [136 * 16] * 5, table, 16), batches.PlanOptions())
     forest = planned.schedule.forest
     assert {node.end_page: members for node, members in zip(forest, planned.members, strict=True)} == {
         pages: [0, 1, 2, 3],
@@ -281,7 +281,7 @@ def test_nodes_of_the_forest_are_indented_below_the_node_above_them(capsys: Capt
 
 @pytest.mark.parametrize("text", ["20x2x2x64+640+64+9", "3x20x2x16+64+640+9", "2x30x2x16+64+64+9"])
 def test_of_a_large_forest_the_first_nodes_are_listed_below_those_above_them(text: str) -> None:
-    planned = Planned.make(batches.shared_prefix(text, 16), Target())
+    planned = Planned.make(batches.shared_prefix(text, 16), batches.PlanOptions())
     lines = ["  ".join(row) for row in planned.forest_rows()]
     listed = planned.ranked_forest()[:40]
     assert len(lines) == 40
@@ -311,7 +311,7 @@ def row_names(figure: Figure) -> list[Text]:
 
 
 def test_drawing_holds_view_forest_and_ctas() -> None:
-    planned = Planned.make(batches.shared_prefix("4x8x100+8192+20", 16), Target(num_ctas=24))
+    planned = Planned.make(batches.shared_prefix("4x8x100+8192+20", 16), batches.PlanOptions(num_ctas=24))
     figure = draw_plan(planned)
     view, forest, ctas = figure.axes
     assert view.get_title("left").startswith("BSR view: 32 rows of Q x ")
@@ -342,18 +342,20 @@ def outlines(patch: Patch) -> list[tuple[float, float]]:
 
 def test_drawing_stays_readable_for_one_request_and_for_many() -> None:
     for text, most in (("1x1", 900), ("1x100000", 900), ("256x2000+1x3000@4000", 1400), ("1000x64", 3000)):
-        figure = draw_plan(Planned.make(batches.mixed(text, 16), Target()))
+        figure = draw_plan(Planned.make(batches.mixed(text, 16), batches.PlanOptions()))
         assert figure.get_figheight() * DPI < most
         assert sum(len(axes.patches) for axes in figure.axes) < 50, "many rectangles are one shape"
         figure.canvas.draw()
         boxes = [name.get_window_extent() for name in row_names(figure)]
         assert boxes
         assert not any(a.overlaps(b) for a, b in pairwise(boxes))
-    assert PREFILL[0] in colors(draw_plan(Planned.make(batches.mixed("2x30@30+1x1", 16), Target())))
+    assert PREFILL[0] in colors(
+        draw_plan(Planned.make(batches.mixed("2x30@30+1x1", 16), batches.PlanOptions()))
+    )
 
 
 def test_draws_nothing_to_attend_to() -> None:
-    assert texts(draw_plan(Planned.make(batches.mixed("2x0@0+1x1@0", 16), Target())))
+    assert texts(draw_plan(Planned.make(batches.mixed("2x0@0+1x1@0", 16), batches.PlanOptions())))
 
 
 def test_writes_svg_and_png(tmp_path: Path, capsys: Capture) -> None:
@@ -412,8 +414,13 @@ def test_settings_options_before_file_before_defaults(tmp_path: Path) -> None:
         write_json(tmp_path, qo_lens=[1], kv_lens=[9], heads="8/2", head_dim=64, causal=False, num_ctas=8)
     )
     options = argparse.Namespace(heads=None, head_dim=None, num_ctas=16, costs=None, no_cascade=True)
-    assert Target.read(options, batch) == Target(8, 2, 64, 16, cascade=False, causal=False)
-    assert Target.read(argparse.Namespace(no_cascade=False), batches.decode("1xconst:1", 16)) == Target()
+    assert read_options(options, batch) == batches.PlanOptions(
+        heads="8/2", head_dim=64, num_ctas=16, cascade=False, causal=False
+    )
+    assert (
+        read_options(argparse.Namespace(no_cascade=False), batches.decode("1xconst:1", 16))
+        == batches.PlanOptions()
+    )
 
 
 def test_costs_of_every_kernel(capsys: Capture) -> None:

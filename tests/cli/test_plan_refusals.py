@@ -15,7 +15,7 @@ from tiers import mostly_slow
 
 from attn_backend.cli import batches
 from attn_backend.cli.main import main
-from attn_backend.cli.planned import Planned, Target
+from attn_backend.cli.planned import Planned
 
 Capture = pytest.CaptureFixture[str]
 GIB = 1 << 30
@@ -391,5 +391,5 @@ def test_members_of_a_long_prefix_among_short_ones() -> None:
     kv_lens = [1 << 20] * 2 + [4096] * 300
     long = batches.shared_prefix("2x1048000+576", 16).block_table
     short = [row + (1 << 20) for row in batches.shared_prefix("300x4000+96", 16).block_table]
-    planned = Planned.make(batches.Batch("", [1] * 302, kv_lens, [*long, *short], 16), Target())
+    planned = Planned.make(batches.Batch("", [1] * 302, kv_lens, [*long, *short], 16), batches.PlanOptions())
     assert sorted(planned.members) == [[0, 1], list(range(2, 302))]

@@ -19,7 +19,6 @@ from .metadata import AttnMetadataBuilder
 from .rules import BYTE_CACHES, OTHER_CACHE, TOKEN_SCALED_CACHES, unsupported_cache
 from .support import with_ways_out
 
-
 _ALWAYS: Any = classmethod(lambda cls: True)
 _NEVER: Any = classmethod(lambda cls: False)
 
