@@ -147,7 +147,7 @@ kernels: environment
 ifeq ($(NVCC),)
 	@$(call warn_without_nvcc)
 else
-	$(TEST_PYTHON) -m attn_backend.jit.build $(addprefix --arch ,$(ARCHS)) --jobs $(JOBS) $(KERNELS)
+	$(TEST_PYTHON) -m release.kernels $(addprefix --arch ,$(ARCHS)) --jobs $(JOBS) $(KERNELS)
 endif
 
 # Both at the same time: the second waits for the network. The test of the releases says which sources are missing.
@@ -160,7 +160,7 @@ engine-sources: environment
 DOCS_VENV ?= .venv-docs
 .PHONY: docs
 docs: base-python
-	@$(BASE_PYTHON) -m attn_backend.preflight --environment $(DOCS_VENV) --disk-gb 0.2 --packages mkdocs-material --no-compiler
+	@$(BASE_PYTHON) -m integration.preflight --environment $(DOCS_VENV) --disk-gb 0.2 --packages mkdocs-material --no-compiler
 	@[ -x $(DOCS_VENV)/bin/python ] || $(BASE_PYTHON) -m venv $(DOCS_VENV)
 	@$(DOCS_VENV)/bin/pip install -q "mkdocs-material>=9.6" "mkdocstrings[python]>=0.30" "ruff>=0.14"
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
@@ -169,11 +169,11 @@ docs: base-python
 RELEASE_VENV := .venv-release
 .PHONY: wheel
 wheel: base-python
-	@$(BASE_PYTHON) -m attn_backend.preflight --environment $(RELEASE_VENV) --disk-gb 1.5 --packages build,auditwheel --nvcc
+	@$(BASE_PYTHON) -m integration.preflight --environment $(RELEASE_VENV) --disk-gb 1.5 --packages build,auditwheel --nvcc
 	@[ -x $(RELEASE_VENV)/bin/python ] || $(BASE_PYTHON) -m venv $(RELEASE_VENV)
 	@$(RELEASE_VENV)/bin/python -m release.wheel --requirements | $(RELEASE_VENV)/bin/pip install -q -r /dev/stdin
 	rm -rf build/cubins
-	$(RELEASE_VENV)/bin/python -m attn_backend.jit.build --jobs $(JOBS) --out build/cubins
+	$(RELEASE_VENV)/bin/python -m release.kernels --jobs $(JOBS) --out build/cubins
 	$(RELEASE_VENV)/bin/python -m release.wheel
 
 .PHONY: base-python

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from attn_backend import Attention, BSRView
-from attn_backend.cli.batches import TraceRequest, read_trace
+from attn_backend.cli.batches import TRACE_BLOCK, TraceRequest, read_trace
 from attn_backend.cli.plan import check_matplotlib
 from attn_backend.cli.planned import ScheduleCosts
 from benchmarks.continuous_batching import Engine, Request
@@ -45,14 +45,19 @@ CHARACTERS_PER_TOKEN = 4.2
 TRACE = Path(__file__).parent / "traces" / "mooncake_synthetic.jsonl"
 
 
+def page_key(request: TraceRequest, page: int) -> tuple[int, int] | None:
+    """A key that is equal for two requests that share this page; None if the input does not fill the page."""
+    if (page + 1) * PAGE_SIZE > request.input_length:
+        return None
+    pages = TRACE_BLOCK // PAGE_SIZE
+    return request.hash_ids[page // pages], page % pages
+
+
 def mooncake(trace: list[TraceRequest]) -> list[Request]:
     """The trace's requests in order of arrival. Arrival times do not matter, since the queue is never
     empty.
     """
-    return [
-        Request(max(r.input_length, 1), max(r.output_length, 1), partial(r.page_key, page_size=PAGE_SIZE))
-        for r in trace
-    ]
+    return [Request(max(r.input_length, 1), max(r.output_length, 1), partial(page_key, r)) for r in trace]
 
 
 def read_sharegpt(path: Path, conversations: int) -> list[list[tuple[int, int]]]:

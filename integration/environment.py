@@ -8,7 +8,7 @@
     python3.11 -m integration.environment --venv .venv-check --kind check
     python3.12 -m integration.environment --venv .venv-vllm --kind vllm-gpu
 
-Needs only the standard library. Checks the machine first (attn_backend/preflight.py). Completed steps are not
+Needs only the standard library. Checks the machine first (integration/preflight.py). Completed steps are not
 repeated. A stamp in the environment holds the hashes of its steps, and another stamp the hash of this
 package's sources. uv installs the packages; its output goes to .build/.
 """
@@ -32,9 +32,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from attn_backend import preflight
-from attn_backend.preflight import Space
+from integration import preflight
 from integration.installer import InstallError, run_pip, run_uv
+from integration.preflight import Space
 from integration.progress import INTERRUPTED, count_of, follow, start_logged, stop, stop_at_once
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -10,7 +10,6 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from attn_backend import preflight
 from attn_backend.releases import RELEASES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,15 +34,3 @@ def test_an_extra_allows_the_releases_that_were_compared(engine: str) -> None:
     assert all(release in requirement.specifier for release in RELEASES[engine])
     assert f"{last.major}.{last.minor}.{last.micro + 1}" not in requirement.specifier
     assert f">={first}" in str(requirement.specifier)
-
-
-def test_the_pythons_of_the_preflight_are_promised_and_tested() -> None:
-    pythons = [".".join(map(str, version)) for version in sorted(preflight.PYTHONS)]
-    assert PROJECT["requires-python"] == f">={pythons[0]}"
-    promised = [name.rpartition(" ")[2] for name in PROJECT["classifiers"] if "Python :: 3." in name]
-    assert promised == pythons
-    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
-    (tested,) = re.findall(r"^ +python: \[(.*)\]$", workflow, re.MULTILINE)
-    assert re.findall(r"[\d.]+", tested) == pythons
-    readme = (ROOT / "README.md").read_text()
-    assert f"Python {pythons[0]} to {pythons[-1]}" in readme

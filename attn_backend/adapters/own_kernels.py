@@ -214,28 +214,3 @@ def judge(engine: str, model: Checkpoint, other_backend: str) -> Verdict:
         what = f"{model.architecture}: its own kernels run all {len(others)} attention layers"
         return refused([Refusal(what, WAY_OUT)])
     return Verdict(PARTLY, ours=tuple(sorted({*all_layers} - {*others})), others=others)
-
-
-def matrix(with_lines: bool = False) -> str:
-    """The models, as a Markdown table for docs/engines/limits.md.
-
-    Args:
-        with_lines: also the files and lines that choose the kernels, for docs/reports/models.md.
-    """
-    from attn_backend.releases import RELEASES
-
-    lines = [f"| model | vLLM {RELEASES['vllm'][-1]} | SGLang {RELEASES['sglang'][-1]} |", "|---|---|---|"]
-    for entry in OWN_KERNELS:
-        lines.append(
-            f"| {entry.models} | {_cell(entry.vllm, with_lines)} | {_cell(entry.sglang, with_lines)} |"
-        )
-    return "\n".join(lines)
-
-
-def _cell(choice: Choice | Missing | None, with_lines: bool) -> str:
-    if choice is None:
-        return "served"
-    if isinstance(choice, Missing):
-        return "no such model"
-    files = ", ".join(f"`{where}`" for where in choice.where)
-    return f"{choice.shown}: {files}" if files and with_lines else choice.shown

@@ -273,15 +273,6 @@ class TraceRequest:
     output_length: int
     hash_ids: list[int]
 
-    def page_key(self, page: int, page_size: int) -> tuple[int, int] | None:
-        """A key that is equal for two requests that share this page; None for a page that the input does not
-        fill.
-        """
-        if (page + 1) * page_size > self.input_length:
-            return None
-        pages = TRACE_BLOCK // page_size
-        return self.hash_ids[page // pages], page % pages
-
 
 def read_trace(path: Path) -> list[TraceRequest]:
     """Reads JSON lines with timestamp (ms), input_length, output_length and hash_ids. In hash_ids, a pair

@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-from .. import preflight
 from ..jit import code_address, compilers, cubins, kernel_cache, manifest
 from ..jit.progress import status
 from ..releases import RELEASES, VLLM_CPU, installed_release, was_checked
 from ..settings import PREFIX, Settings, unknown_variables
 from .console import print_table
+from .machine import cache_problem
 
 ENGINES = (
     ("vllm", "vllm.general_plugins", "--attention-backend CUSTOM"),
@@ -185,8 +185,8 @@ def _kernels() -> list[Finding]:
         _optional(
             "pyelftools",
             (version("pyelftools") or "installed") if code_address.has_pyelftools() else None,
-            "not installed; kernels that this machine compiles run a few percent slower on a GPU; the kernels "
-            "of the package are unaffected",
+            "not installed; kernels that this machine compiles run a few percent slower on a GPU; the "
+            "kernels of the package are unaffected",
             "pip install pyelftools; kernels that were compiled without it are then compiled again",
         ),
         _cpp_compiler(),
@@ -251,7 +251,7 @@ def _cache() -> tuple[Finding, Path]:
             "only you can write to"
         )
         return Finding("!!", "cache", f"{folder}, since {reason}", advice), folder
-    problem = preflight.cache_problem(wanted)
+    problem = cache_problem(wanted)
     if problem:
         return Finding("!!", "cache", problem.text, problem.remedy), folder
     return Finding("ok", "cache", str(wanted)), folder

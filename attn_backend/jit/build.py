@@ -1,4 +1,4 @@
-"""`python -m attn_backend.jit.build`: compiles all standard kernels ahead of time, in parallel.
+"""Compiles standard kernels ahead of time, in parallel.
 
 It fails if a source does not compile, if registers spill, or if ptxas serializes wgmma.
 """
@@ -6,7 +6,6 @@ It fails if a source does not compile, if registers spill, or if ptxas serialize
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shutil
 import sys
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import compilers, cubins, kernel_cache, manifest, progress
+from . import compilers, cubins, kernel_cache, progress
 from .cubins import compile_kernel, nvcc, nvcc_version
 from .manifest import ARCHS
 
@@ -129,19 +128,3 @@ def _at_least_1(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"is {number}, must be at least 1")
     return number
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser, os.cpu_count() or 1)
-    parser.add_argument(
-        "--distinct",
-        action="store_true",
-        help="skip kernels that closely resemble others (manifest.distinct_kernels)",
-    )
-    arguments = parser.parse_args()
-    sys.exit(run(arguments, manifest.distinct_kernels if arguments.distinct else None))
-
-
-if __name__ == "__main__":
-    main()

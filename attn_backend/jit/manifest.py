@@ -353,28 +353,6 @@ def kernels(arch: str) -> dict[str, Kernel]:
     return {kernel.name: kernel for kernel in _ALL if arch in kernel.archs}
 
 
-def distinct_kernels(arch: str) -> dict[str, Kernel]:
-    """The kernels that CI compiles, which has no time for all. A release compiles all (`make wheel`).
-
-    float16 attention differs from bfloat16 only in the element, and the generic design for Hopper equals
-    the design for Ampere: of these, CI compiles the plainest kernel. It compiles sinks and ALiBi for the
-    narrowest heads, and sampling from float32 for Ampere, from bfloat16 for Hopper.
-    """
-
-    def is_distinct(name: str) -> bool:
-        shape = _shape_of(name)
-        if shape is None:
-            return name not in (sampling_name("f16"), sampling_name("f32" if arch == SM90 else "bf16"))
-        own = default_design(arch, shape.dims).cubins.values()
-        is_own = name.startswith(tuple(f"attention_{stem}_" for stem in own))
-        is_plain = name.endswith("_standard")
-        if shape == KernelShape(shape.element, HeadDims.of(128)) and is_plain and arch == SM90:
-            return is_own or shape.element == "bf16"
-        return is_own and shape.element != "f16" and (is_plain or shape.dims == HeadDims.of(64))
-
-    return {name: kernel for name, kernel in kernels(arch).items() if is_distinct(name)}
-
-
 def designs_for(dims: HeadDims, transforms: bool = False, arch: str | None = None) -> dict[str, Design]:
     """The designs that support these heads, by name. transforms: under a variant that transforms Q, K or V.
     arch: of the GPU that must run them.
@@ -670,7 +648,7 @@ def attention_kernels(shape: KernelShape, variants: Iterable[str] = STANDARD_VAR
     ]
 
 
-def _shape_of(name: str) -> KernelShape | None:
+def shape_of(name: str) -> KernelShape | None:
     """The shape in the name of an attention kernel."""
     element, kv_element = "|".join(CUDA_ELEMENTS), "|".join(CUDA_KV_ELEMENTS | CUDA_ELEMENTS)
     elements = rf"({element})(?:_({kv_element})(_q)?)?(_to_{OUT_ELEMENT})?({ROTATED})?"
@@ -709,7 +687,7 @@ def compile_options(name: str) -> str:
     append = late_append(name)
     if append is not None:
         return float8_options(append[1], False, False, append[2])
-    shape = _shape_of(name)
+    shape = shape_of(name)
     if shape is None:
         return ""
     return f" --head-dim {shape.dims}{float8_options(*shape[2:])}"
@@ -734,7 +712,7 @@ def source_of(name: str, arch: str) -> str | None:
     append = late_append(name)
     if append is not None:
         return append_qkv_kernel(*append).source
-    shape = _shape_of(name)
+    shape = shape_of(name)
     if shape is None or not shape.dims.runs_over(shape.kv_element, shape.float8_q):
         return None
     if shape.rotation and (not shape.dims.may_be_rotated or shape.float8_q):

@@ -8,12 +8,35 @@ import model_configs as configs
 import pytest
 
 from attn_backend.adapters.checkpoint import PARTLY, REFUSED, SERVED, Checkpoint
-from attn_backend.adapters.own_kernels import OWN_KERNELS, Missing, judge, matrix
+from attn_backend.adapters.own_kernels import OWN_KERNELS, Choice, Missing, judge
 from attn_backend.adapters.served import report_layers
 from attn_backend.releases import RELEASES
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHER = "another backend"
+
+
+def matrix(with_lines: bool = False) -> str:
+    """The models, as a Markdown table for docs/engines/limits.md.
+
+    Args:
+        with_lines: also the files and lines that choose the kernels, for docs/reports/models.md.
+    """
+    lines = [f"| model | vLLM {RELEASES['vllm'][-1]} | SGLang {RELEASES['sglang'][-1]} |", "|---|---|---|"]
+    for entry in OWN_KERNELS:
+        lines.append(
+            f"| {entry.models} | {_cell(entry.vllm, with_lines)} | {_cell(entry.sglang, with_lines)} |"
+        )
+    return "\n".join(lines)
+
+
+def _cell(choice: Choice | Missing | None, with_lines: bool) -> str:
+    if choice is None:
+        return "served"
+    if isinstance(choice, Missing):
+        return "no such model"
+    files = ", ".join(f"`{where}`" for where in choice.where)
+    return f"{choice.shown}: {files}" if files and with_lines else choice.shown
 
 
 def test_the_documentation_has_the_table() -> None:

@@ -102,6 +102,7 @@ def said() -> str:
     """The sources, with each message in one piece: no line breaks, no values in between."""
     files = [
         *sorted((ROOT / "attn_backend").rglob("*.py")),
+        ROOT / "integration" / "preflight.py",
         *sorted((ROOT / "csrc").rglob("*.cpp")),
         *sorted((ROOT / "csrc").rglob("*.h")),
     ]
@@ -183,7 +184,7 @@ def text_of(node: ast.expr) -> str | None:
 
 def raised() -> Iterator[str]:
     """Messages of errors and warnings in the Python sources."""
-    for file in sorted((ROOT / "attn_backend").rglob("*.py")):
+    for file in (*sorted((ROOT / "attn_backend").rglob("*.py")), ROOT / "integration" / "preflight.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             call = node.exc if isinstance(node, ast.Raise) else node
             if not isinstance(call, ast.Call) or not call.args:

@@ -87,10 +87,10 @@ FAULTS = (
     ),
     Fault(
         "servers on a CPU with amx_bf16 only run in float32",
-        "attn_backend/preflight.py",
+        "attn_backend/cli/machine.py",
         'BF16_FLAGS = ("avx512_bf16", "amx_bf16")',
         'BF16_FLAGS = ("avx512_bf16",)',
-        ("tests/test_cpu_features.py",),
+        ("tests/cli/test_cpu_features.py",),
     ),
     Fault(
         "demo: Ctrl-C waits for the requests in flight",
@@ -968,17 +968,17 @@ FAULTS = (
     ),
     Fault(
         "preflight: what goes to one disk is not added up",
-        "attn_backend/preflight.py",
+        "integration/preflight.py",
         "needed, free = sum(need.num_bytes for need in of_device)",
         "needed, free = max(need.num_bytes for need in of_device)",
-        ("tests/test_preflight.py", "-k", "disk"),
+        ("tests/integration/test_preflight.py", "-k", "disk"),
     ),
     Fault(
         "preflight: an index that does not answer is no reason to look further",
-        "attn_backend/preflight.py",
+        "integration/preflight.py",
         "        if broken is None:\n",
         "        if status == 0:\n",
-        ("tests/test_preflight.py", "-k", "network"),
+        ("tests/integration/test_preflight.py", "-k", "network"),
     ),
     Fault(
         "environment: a full disk sends pip to another index",

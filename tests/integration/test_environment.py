@@ -18,8 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from attn_backend import preflight
-from integration import environment, installer
+from integration import environment, installer, preflight
 
 ROOT = Path(__file__).resolve().parents[2]
 

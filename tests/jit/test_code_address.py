@@ -18,10 +18,11 @@ import torch
 from loaded_code import Driver
 
 from attn_backend import Attention
-from attn_backend.jit import code_address, cubins, manifest
+from attn_backend.jit import code_address, cubins
 from attn_backend.jit.code_address import publish_code_addresses
 from attn_backend.kernels import attention, native
 from attn_backend.kernels.native import library
+from release.kernels import distinct_kernels
 
 needs_nvcc = pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
 needs_pyelftools = pytest.mark.skipif(
@@ -93,7 +94,7 @@ def test_variables_of_kernels_are_completed(tmp_path: Path) -> None:
     "name",
     [
         name
-        for name in manifest.distinct_kernels("sm_90a")
+        for name in distinct_kernels("sm_90a")
         if name.startswith(("attention_sm90", "merge_bf16", "merge_f16"))
     ],
 )

@@ -8,17 +8,21 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from attn_backend import preflight
 from attn_backend.cache_folder import cache_folder
-from attn_backend.preflight import Problem, Space
+from attn_backend.cli import machine
+from attn_backend.cli.machine import Problem
 from attn_backend.settings import Settings
+from integration import preflight
+from integration.preflight import Space
 
-ROOT = Path(__file__).resolve().parent.parent
+PYTHONS = preflight.PYTHONS
+ROOT = Path(__file__).resolve().parents[2]
 NOT_FOUND = (
     "ERROR: Could not find a version that satisfies the requirement torch (from versions: "
     "none)\nERROR: No matching distribution found for torch"
@@ -243,7 +247,8 @@ def test_a_folder_of_the_users_that_cannot_be_filled_is_reported(
         "stat",
         lambda path, **options: SimpleNamespace(st_dev=-1) if path == bad else stat(path, **options),
     )
-    monkeypatch.setattr(preflight, "folder_problem", folder_problem)
+    for module in (machine, preflight):
+        monkeypatch.setattr(module, "folder_problem", folder_problem)
     monkeypatch.setattr(preflight.shutil, "disk_usage", disk_usage)
     needs = [preflight.uv_space(tmp_path / "venv", 9), *preflight.shared_spaces()]
     with pytest.raises(preflight.NotReadyError) as raised:
@@ -289,7 +294,7 @@ def test_the_checks_look_at_the_cache_that_the_settings_name(
 def test_the_checks_need_only_the_standard_library(tmp_path: Path) -> None:
     """They run before anything is installed."""
     code = (
-        "import sys; import attn_backend.preflight, integration.environment, integration.phases; "
+        "import sys; import integration.preflight, integration.environment, integration.phases; "
         "print(*sys.modules)"
     )
     done = subprocess.run(
@@ -369,3 +374,16 @@ class TestMake:
         assert ("CXX is 'no-such-compiler'" in done.stderr) == (target != "docs")
         assert "network: pip does not find" in done.stderr
         assert not [path.name for path in checkout.iterdir() if path.name.startswith(".venv")]
+
+
+def test_the_pythons_of_the_preflight_are_promised_and_tested() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pythons = [".".join(map(str, version)) for version in sorted(PYTHONS)]
+    assert project["requires-python"] == f">={pythons[0]}"
+    promised = [name.rpartition(" ")[2] for name in project["classifiers"] if "Python :: 3." in name]
+    assert promised == pythons
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    (tested,) = re.findall(r"^ +python: \[(.*)\]$", workflow, re.MULTILINE)
+    assert re.findall(r"[\d.]+", tested) == pythons
+    readme = (ROOT / "README.md").read_text()
+    assert f"Python {pythons[0]} to {pythons[-1]}" in readme

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attn_backend import preflight
+from attn_backend.cli import machine
 
 AVX512 = ["fpu", "avx2", "avx512f", "avx512bw"]
 
@@ -26,15 +26,15 @@ def test_servers_run_in_float32_where_a_cpu_has_no_bf16_instructions(
         f"processor\t: 0\nmodel name\t: x\nvmx flags\t: avx512_bf16 amx_bf16\nflags\t\t: {' '.join(flags)}\n"
     )
     (tmp_path / "cpuinfo").write_text(core + core)
-    monkeypatch.setattr(preflight, "CPUINFO", tmp_path / "cpuinfo")
-    assert preflight.cpu_flags() == set(flags)
-    dtype = preflight.serving_dtype()
+    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
+    assert machine.cpu_flags() == set(flags)
+    dtype = machine.serving_dtype()
     assert dtype == ("auto" if avx512_bf16 or amx_bf16 else "float32")
-    said = preflight.serving_choice(dtype)
+    said = machine.serving_choice(dtype)
     assert ("neither avx512_bf16 nor amx_bf16" in said) == (dtype == "float32")
     assert ("float32" in said) == (dtype == "float32")
     assert "eager mode" in said
-    assert "neither" not in preflight.serving_choice("bfloat16")
+    assert "neither" not in machine.serving_choice("bfloat16")
 
 
 @pytest.mark.parametrize("text", [None, "", "processor : 0\nFeatures : fp asimd\n"])
@@ -43,6 +43,6 @@ def test_a_cpu_that_lists_no_flags_has_none(
 ) -> None:
     if text is not None:
         (tmp_path / "cpuinfo").write_text(text)
-    monkeypatch.setattr(preflight, "CPUINFO", tmp_path / "cpuinfo")
-    assert preflight.cpu_flags() == frozenset()
-    assert preflight.serving_dtype() == "float32"
+    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
+    assert machine.cpu_flags() == frozenset()
+    assert machine.serving_dtype() == "float32"
