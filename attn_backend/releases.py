@@ -28,7 +28,6 @@ def installed_release(engine: str) -> str | None:
 
 
 def own_release() -> str:
-    """This package's version."""
     try:
         return metadata.version("attn-backend")
     except metadata.PackageNotFoundError:  # a checkout

@@ -142,7 +142,6 @@ def unknown_variables() -> dict[str, str]:
 
 @cache
 def warn_of_unknown_variables() -> None:
-    """Warns once per process."""
     for variable, nearest in unknown_variables().items():
         hint = f"did you mean {nearest}?" if nearest else "`attn-backend doctor` lists the settings"
         logging.getLogger("attn_backend").warning(

@@ -271,7 +271,6 @@ def _compile_head_dims(arguments: argparse.Namespace) -> None:
 
 
 def _own_arch() -> str:
-    """The arch for this machine's GPU."""
     import torch
 
     from ..jit.cubins import target_of

@@ -266,7 +266,6 @@ def _post(
 
 
 def ask(port: int) -> str:
-    """Sends one question and returns the answer."""
     with closing(_connection(port)) as connection:
         response = _post(
             connection,
@@ -349,7 +348,6 @@ def load(
 
 
 def row(backend: str, answers: Answers) -> list[str]:
-    """A row of the table."""
     if not answers.between:
         raise RuntimeError(f"{backend}: no request was answered ({answers.failed} failed)")
     times = [f"{statistics.median(values) * 1e3:.1f}" for values in (answers.first, answers.between)]
@@ -468,7 +466,6 @@ def _free_port() -> int:
 
 
 def draw(rows: list[list[str]], path: Path) -> None:
-    """Draws bars of the latencies."""
     from .picture import new_figure, write
 
     figure = new_figure(720, 240)

@@ -331,7 +331,6 @@ def _wrong_settings() -> dict[str, str]:
 
 
 def _settings(wrong: dict[str, str], unknown: dict[str, str]) -> list[Finding]:
-    """Findings about this package's environment variables."""
     findings = []
     for name, nearest in unknown.items():
         advice = f"did you mean {nearest}?" if nearest else "see the list of settings below"

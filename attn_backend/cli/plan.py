@@ -55,7 +55,6 @@ output: the batch, its row groups and row tiles, and the KV tokens read per KV h
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("file", nargs="?", type=Path, help="a batch (.json) or a trace (.jsonl)")
     source.add_argument(

@@ -325,7 +325,6 @@ class Planned:
 
 
 def decision(node: PrefixNode) -> str:
-    """The planner's decision on a node."""
     if node.group < 0:
         return f"not taken: {node.reason}"
     handed = f", reads from page {node.first_page}" if node.first_page < node.begin_page else ""

@@ -291,7 +291,6 @@ def pages_on_device(
 
 
 def check_fits(name: str, tensor: Tensor, buffer_name: str, buffer: Tensor) -> None:
-    """Refuses a tensor that is longer than its buffer."""
     if len(tensor) > len(buffer):
         refuse(f"len({name})", len(tensor), f"at most {len(buffer)}, that of {buffer_name}")
 
@@ -349,7 +348,6 @@ class Heads:
 
     @cached_property
     def default_scale(self) -> float:
-        """The default sm_scale."""
         return float(self.head_dims.qk**-0.5)
 
 

@@ -28,7 +28,7 @@ from .arguments import (
 from .decode import BatchDecodeWithPagedKVCacheWrapper
 from .features import not_supported
 from .prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
-from .wrapper import Wrapper, plain_logits
+from .wrapper import OfWrappers, Wrapper, plain_logits
 
 __all__ = [
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
@@ -238,7 +238,7 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
     forward = run
 
 
-class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
+class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(OfWrappers):
     """Decode with one query per request and a shared prefix in separate tensors. For code that predates
     MultiLevelCascadeAttentionWrapper.
 
@@ -250,9 +250,6 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
         self._kv_layout = check_kv_layout(kv_layout)
         self._unique = BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
-
-    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Accepted; the buffers are not used."""
 
     def begin_forward(
         self,
@@ -287,11 +284,8 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
             self._unique.run_return_lse(q, unique_kv_cache),
         )
 
-    def end_forward(self) -> None:
-        """Does nothing, as in FlashInfer."""
 
-
-class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
+class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(OfWrappers):
     """Prefill with a shared prefix in separate tensors. For code that predates
     MultiLevelCascadeAttentionWrapper.
 
@@ -303,9 +297,6 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
         self._kv_layout = check_kv_layout(kv_layout)
         self._unique = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
-
-    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Accepted; the buffers are not used."""
 
     def begin_forward(
         self,
@@ -369,9 +360,6 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         return _merged(
             shared, self._unique.forward_return_lse(q, unique_kv_cache, causal=causal, sm_scale=sm_scale)
         )
-
-    def end_forward(self) -> None:
-        """Does nothing, as in FlashInfer."""
 
 
 def _merged(shared: Tensor | tuple[Tensor, Tensor], unique: Tensor | tuple[Tensor, Tensor]) -> Tensor:

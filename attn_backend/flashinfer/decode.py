@@ -187,7 +187,6 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
     begin_forward = plan
 
     def _plan_logits(self, pos: PosEncoding, window_left: int, logits_soft_cap: float | None) -> None:
-        """Plans the current batch."""
         # Engines compare some of these with their own values.
         self._pos, self._window_left, self._logits_soft_cap = pos, window_left, logits_soft_cap or 0.0
         qo_indptr = indptr_of_equal(self._batch_size, self._q_len_per_req or 1, self.device)

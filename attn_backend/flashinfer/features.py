@@ -35,7 +35,6 @@ MISSING = frozenset(_MISSING.split())
 
 
 def not_supported(feature: str) -> NoReturn:
-    """Raises NotImplementedError that names the feature."""
     raise NotImplementedError(_refusal(feature))
 
 

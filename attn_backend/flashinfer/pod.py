@@ -15,11 +15,12 @@ from .arguments import DType, PagedKV
 from .decode import BatchDecodeWithPagedKVCacheWrapper
 from .features import refuse_given
 from .prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
+from .wrapper import OfWrappers
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
 
 
-class PODWithPagedKVCacheWrapper:
+class PODWithPagedKVCacheWrapper(OfWrappers):
     """The prefill of one request over its own K and V, and decodes over a paged cache.
 
     Args: as in BatchDecodeWithPagedKVCacheWrapper.
@@ -48,9 +49,6 @@ class PODWithPagedKVCacheWrapper:
     @property
     def is_cuda_graph_enabled(self) -> bool:
         return self._decode.is_cuda_graph_enabled
-
-    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Accepted; the buffers are not used."""
 
     def plan(
         self,
@@ -152,11 +150,8 @@ class PODWithPagedKVCacheWrapper:
         assert isinstance(out_d, Tensor)
         return out_p, out_d
 
-    def end_forward(self) -> None:
-        """Does nothing, as in FlashInfer."""
 
-
-class BatchPODWithPagedKVCacheWrapper:
+class BatchPODWithPagedKVCacheWrapper(OfWrappers):
     """Prefills and decodes over paged caches.
 
     Raises:
@@ -260,6 +255,3 @@ class BatchPODWithPagedKVCacheWrapper:
         if not return_lse:
             return result_p, result_d
         return (result_p[0], result_d[0]), (result_p[1], result_d[1])
-
-    def end_forward(self) -> None:
-        """Does nothing, as in FlashInfer."""

@@ -123,7 +123,6 @@ class BatchPrefill(Wrapper):
     def _plan_logits(
         self, causal: bool, pos: PosEncoding, window_left: int, logits_soft_cap: float | None
     ) -> None:
-        """Plans the current batch."""
         # Engines compare some of these with their own values.
         self._causal, self._pos, self._window_left = causal, pos, window_left
         self._logits_soft_cap = logits_soft_cap or 0.0

@@ -53,13 +53,11 @@ def is_sm90a_supported(device: torch.device) -> bool:
 
 
 def is_sm100a_supported(device: torch.device) -> bool:
-    """Whether the device runs FlashInfer's kernels for compute capability 10.0: this package has none."""
+    """Whether the device runs FlashInfer's kernels for newer GPUs: this package has none."""
     return False
 
 
-def is_sm110a_supported(device: torch.device) -> bool:
-    """Whether the device runs FlashInfer's kernels for compute capability 11.0: this package has none."""
-    return False
+is_sm110a_supported = is_sm100a_supported
 
 
 def has_flashinfer_jit_cache() -> bool:

@@ -101,7 +101,6 @@ def plain_logits(soft_cap: float | None, pos: PosEncoding = NO_POS_ENCODING) -> 
 
 @lru_cache(maxsize=64)
 def logits_of(variant: Variant) -> Logits:
-    """Logits with only this variant."""
     return Logits(own=variant)
 
 
@@ -161,7 +160,6 @@ class PlannedAttention:
         return 0 if self._attention is None else self._attention.max_rows
 
     def zeros(self, q: Tensor) -> Tensor:
-        """An output for q, filled with zeros."""
         assert self._last_plan is not None
         heads = self._last_plan[1]
         return torch.zeros((*q.shape[:2], heads.head_dims.v), dtype=heads.o_dtype, device=q.device)
@@ -451,6 +449,16 @@ _ALIGNMENT = 16  # in FlashInfer's workspace buffers
 _NUM_SCALES = 3  # for Q, K and V
 
 
+class OfWrappers:
+    """Methods of a wrapper that is made of others."""
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        """Accepted; the buffers are not used."""
+
+    def end_forward(self) -> None:
+        """Does nothing, as in FlashInfer."""
+
+
 class Wrapper:
     """A wrapper over the kernels of this package.
 
@@ -524,7 +532,6 @@ class Wrapper:
             raise ValueError("run() before a successful plan()")
 
     def _check_batch_size(self, batch_size: int) -> None:
-        """Checks the batch size, with CUDA graphs."""
         if batch_size != self._fixed_batch_size:
             refuse(
                 "batch_size",
@@ -545,14 +552,11 @@ class Wrapper:
                 f"{self._first_row}, that of the first plan, with use_cuda_graph=True",
             )
         self._first_row, self._run = first_row, run_from(self._planned, first_row)
-        self._count_rows(qo_indptr)
-        return qo_indptr
-
-    def _count_rows(self, qo_indptr: Tensor) -> None:
         self._rows = rows_of(qo_indptr)
         if self._rows is None and self._use_cuda_graph and not self._is_planned:
             # waits for the device, once, to size the workspace
             self._rows = int(qo_indptr[-1])
+        return qo_indptr
 
     def _plan_view(self, view: BSRView | Composition, logits: Logits) -> None:
         """Plans a view with the options of the last plan()."""

@@ -14,7 +14,6 @@ the completed ones.
 from __future__ import annotations
 
 import io
-import logging
 import os
 import struct
 from functools import cache
@@ -22,13 +21,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..settings import Settings
+from . import progress
 
 
 class RejectedKernelError(RuntimeError):
     """The driver refuses to load a cubin."""
 
-
-logger = logging.getLogger("attn_backend")
 
 _SUFFIX = "_code"
 _NO_CODE = "_ZN4attn12unknown_codeE"  # attn::unknown_code
@@ -190,7 +188,5 @@ def do_without(error: RuntimeError) -> None:
     warn_once(f"kernels are used without addresses of their code, since the driver rejects them ({error})")
 
 
-@cache
 def warn_once(text: str) -> None:
-    """Warns once per process."""
-    logger.warning("attn_backend: %s. Attention is slower by a few percent.", text)
+    progress.warn_once(f"attn_backend: {text}. Attention is slower by a few percent.")

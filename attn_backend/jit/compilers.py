@@ -376,7 +376,6 @@ def cpp_source(isa: str, dtype: str, widens: bool = False) -> str:
 
 
 def cpp_flags(isa: str) -> list[str]:
-    """The compiler's flags, without the include paths."""
     return [
         "-std=c++17",
         "-O3",

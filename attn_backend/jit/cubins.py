@@ -427,7 +427,6 @@ def _headers_digest(root: Path) -> str:
 
 
 def _nvcc_flags(target: str) -> list[str]:
-    """nvcc's flags, without the include paths."""
     number = target.removeprefix("sm_").removeprefix("compute_")
     return [
         *COMMON_FLAGS,

@@ -349,7 +349,6 @@ def sampling_name(source: str) -> str:
 
 @cache
 def kernels(arch: str) -> dict[str, Kernel]:
-    """The kernels of an arch, by name."""
     return {kernel.name: kernel for kernel in _ALL if arch in kernel.archs}
 
 
@@ -365,7 +364,6 @@ def designs_for(dims: HeadDims, transforms: bool = False, arch: str | None = Non
 
 
 def default_design(arch: str, dims: HeadDims, transforms: bool = False) -> Design:
-    """Default kernel design for an arch and head dims."""
     return next(iter(designs_for(dims, transforms, arch).values()))
 
 
@@ -437,7 +435,6 @@ _BY_SOURCE = {variant.source: variant for variant in SHIPPED_VARIANTS}
 
 
 def shipped_variant(source: str) -> ShippedVariant | None:
-    """The shipped variant with this source, or None."""
     return _BY_SOURCE.get(source)
 
 
@@ -649,7 +646,6 @@ def attention_kernels(shape: KernelShape, variants: Iterable[str] = STANDARD_VAR
 
 
 def shape_of(name: str) -> KernelShape | None:
-    """The shape in the name of an attention kernel."""
     element, kv_element = "|".join(CUDA_ELEMENTS), "|".join(CUDA_KV_ELEMENTS | CUDA_ELEMENTS)
     elements = rf"({element})(?:_({kv_element})(_q)?)?(_to_{OUT_ELEMENT})?({ROTATED})?"
     shape = re.fullmatch(rf"attention_.*?_{elements}_d(\d+(?:_\d+)?)_.*", name)

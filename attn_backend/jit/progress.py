@@ -42,7 +42,6 @@ def shown(text: str) -> Iterator[None]:
 
 
 def _replace_line(stream: TextIO, text: str) -> None:
-    """Replaces the terminal's current line with the text."""
     stream.write(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}")
     stream.flush()
 
@@ -112,7 +111,6 @@ def _counted(items: Sequence[T], text: str) -> Iterator[T]:
 
 
 def say(text: str) -> None:
-    """Prints one line on stderr."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr is closed or missing
         sys.stderr.write(f"attn_backend: {text}\n")
         sys.stderr.flush()

@@ -288,7 +288,6 @@ def check_heads(
 def check_kv_dtype(
     kv_dtype: CacheDtype | None, dtype: torch.dtype, dims: HeadDims, token_scales: bool = False
 ) -> CacheDtype:
-    """The cache's dtype."""
     if kv_dtype in (torch.int8, *FOUR_BIT_COLUMNS) and not token_scales:
         refuse("token_scales", token_scales, f"True with kv_dtype={kv_dtype!r}")
     if token_scales and kv_dtype not in TOKEN_SCALED_DTYPES:
@@ -1265,7 +1264,6 @@ class Attention:
         return Schedule.read(self._schedule.cpu(), *self._schedule_structs())
 
     def _schedule_structs(self) -> tuple[Any, Any]:
-        """ScheduleConfig and ScheduleLayout."""
         config = unpack("ScheduleConfig", self._library.schedule_config(self._handle))
         return config, unpack("ScheduleLayout", self._library.schedule_layout(self._handle))
 

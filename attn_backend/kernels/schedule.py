@@ -44,7 +44,6 @@ REASONS = {
 
 
 def describe_errors(errors: int) -> str:
-    """The messages of all ScheduleError bits that are set."""
     return "; ".join(ERRORS[name] for name, bit in values_of("ScheduleError").items() if errors & bit)
 
 
@@ -249,11 +248,9 @@ class Schedule:
         )
 
     def of_groups(self, column: str) -> torch.Tensor:
-        """A column of `groups`, by name."""
         return self.groups[:, GROUP_COLUMNS.index(column)]
 
     def of_tiles(self, column: str) -> torch.Tensor:
-        """A column of `tiles`, by name."""
         return self.tiles[:, TILE_COLUMNS.index(column)]
 
     def cost_kinds(self) -> torch.Tensor:

@@ -684,15 +684,10 @@ def _reach_of_equal_quotients(a: Node, b: Node, divisor: object) -> Reach:
 
 def _is_implied(term: Node, interval: Reach) -> bool:
     """Whether the interval implies the term."""
-    if term.op not in ("lt", "le", "gt", "ge"):
+    if term.op not in ("lt", "le", "gt", "ge") or _difference_of(term) is None:
         return False
-    linear = _difference_of(term)
-    if linear is None:
-        return False
-    factor, offset = linear
-    if factor == 0:
-        return offset >= 0
-    return interval.right <= offset // factor if factor > 0 else interval.left <= offset // -factor
+    reach = _reach_of_inequality(term)
+    return interval.left <= reach.left and interval.right <= reach.right
 
 
 def _difference_of(comparison: Node) -> tuple[int, int] | None:

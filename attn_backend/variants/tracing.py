@@ -323,14 +323,6 @@ def _clamp(a: Node, min: Node | None = None, max: Node | None = None) -> Node:
     return a if max is None else arithmetic("min", a, max)
 
 
-def _smaller(a: Node, b: Node) -> Node:
-    return arithmetic("min", a, b)
-
-
-def _larger(a: Node, b: Node) -> Node:
-    return arithmetic("max", a, b)
-
-
 def _logical(op: str) -> Callable[[Node, Node], Node]:
     return lambda a, b: bitwise(op, cast(a, Kind.BOOL), cast(b, Kind.BOOL))
 
@@ -364,16 +356,17 @@ def _relu(a: Node, inplace: bool | Node = False) -> Node:
     return arithmetic("max", a, constant(0))
 
 
+_smaller, _larger = partial(arithmetic, "min"), partial(arithmetic, "max")
 NAMED: dict[str, Callable[..., Node]] = {
     "add": _add,
     "sub": _subtract,
-    "mul": lambda a, b: arithmetic("mul", a, b),
+    "mul": partial(arithmetic, "mul"),
     "div": _divide,
     "truediv": divide,
-    "floor_divide": lambda a, b: arithmetic("floor_divide", a, b),
-    "floordiv": lambda a, b: arithmetic("floor_divide", a, b),
-    "mod": lambda a, b: arithmetic("floor_modulo", a, b),
-    "remainder": lambda a, b: arithmetic("floor_modulo", a, b),
+    "floor_divide": partial(arithmetic, "floor_divide"),
+    "floordiv": partial(arithmetic, "floor_divide"),
+    "mod": partial(arithmetic, "floor_modulo"),
+    "remainder": partial(arithmetic, "floor_modulo"),
     "pow": expressions.power,
     "square": lambda a: expressions.power(a, constant(2)),
     "neg": negate,
@@ -393,20 +386,20 @@ NAMED: dict[str, Callable[..., Node]] = {
     "reciprocal": lambda a: divide(constant(1.0), a),
     "rsqrt": lambda a: divide(constant(1.0), function("sqrt", a)),
     "where": select,
-    "and": lambda a, b: bitwise("and", a, b),
-    "or": lambda a, b: bitwise("or", a, b),
-    "xor": lambda a, b: bitwise("xor", a, b),
-    "bitwise_and": lambda a, b: bitwise("and", a, b),
-    "bitwise_or": lambda a, b: bitwise("or", a, b),
-    "bitwise_xor": lambda a, b: bitwise("xor", a, b),
+    "and": partial(bitwise, "and"),
+    "or": partial(bitwise, "or"),
+    "xor": partial(bitwise, "xor"),
+    "bitwise_and": partial(bitwise, "and"),
+    "bitwise_or": partial(bitwise, "or"),
+    "bitwise_xor": partial(bitwise, "xor"),
     "logical_and": _logical("and"),
     "logical_or": _logical("or"),
     "logical_xor": _logical("xor"),
     "logical_not": logical_not,
     "invert": expressions.invert,
     "bitwise_not": expressions.invert,
-    "lshift": lambda a, b: expressions.shift("shift_left", a, b),
-    "rshift": lambda a, b: expressions.shift("shift_right", a, b),
+    "lshift": partial(expressions.shift, "shift_left"),
+    "rshift": partial(expressions.shift, "shift_right"),
     "to": _to,
     "type": _to,
     "type_as": _to,
@@ -423,8 +416,8 @@ NAMED: dict[str, Callable[..., Node]] = {
     "new_zeros": _filled(0),
     "full_like": _full,
     "new_full": _full,
-    **{name: lambda a, b, name=name: compare(name, a, b) for name in expressions.COMPARISONS},
-    **{name: lambda a, name=name: function(name, a) for name in expressions.FUNCTIONS},
+    **{name: partial(compare, name) for name in expressions.COMPARISONS},
+    **{name: partial(function, name) for name in expressions.FUNCTIONS},
 }
 for _alias, _name in {
     "subtract": "sub",

@@ -18,7 +18,7 @@ import torch
 from loaded_code import Driver
 
 from attn_backend import Attention
-from attn_backend.jit import code_address, cubins
+from attn_backend.jit import code_address, cubins, progress
 from attn_backend.jit.code_address import publish_code_addresses
 from attn_backend.kernels import attention, native
 from attn_backend.kernels.native import library
@@ -37,7 +37,7 @@ REJECTED = code_address.RejectedKernelError("loading kernels.cubin: CUDA_ERROR_I
 def afresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernel was rejected, and there was no warning."""
     monkeypatch.setattr(code_address, "rejected", [])
-    code_address.warn_once.cache_clear()
+    progress.warned.clear()
     cubins.find_kernel.cache_clear()
 
 

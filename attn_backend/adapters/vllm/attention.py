@@ -322,8 +322,6 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
 
 
 class CpuAttnImpl(AttnImpl):
-    """A layer on a CPU."""
-
     other_backend: ClassVar[str] = "unset ATTN_BACKEND_VLLM_CPU to serve with vLLM's own CPU backend"
 
 

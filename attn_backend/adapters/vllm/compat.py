@@ -240,7 +240,6 @@ def chunk_of(kv_cache_spec: Any) -> int:
 
 
 def head_size_v(kv_cache_spec: Any) -> int:
-    """Columns of a head of V."""
     return int(getattr(kv_cache_spec, "head_size_v", kv_cache_spec.head_size))
 
 

@@ -146,7 +146,6 @@ class MlaPrefill(MLAPrefillBackend):
         return True
 
     def allocate(self, dtype: torch.dtype, device: torch.device, max_rows: int, max_batch: int) -> None:
-        """Makes the workspaces."""
         head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
         heads = self.num_heads
         spec = LayerSpec(heads, heads, head_dim, head_dim_v=self.v_head_dim, of_this_step=True)
