@@ -136,43 +136,58 @@ def _check_combinations(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: such an option.
     """
-    if arguments.float8_q and arguments.kv_dtype not in manifest.KV_ELEMENT_NAMES:
-        raise ValueError("--float8-q is given, must come with --kv-dtype of 8 bits")
-    arguments.token_scales |= arguments.kv_dtype in manifest.FOUR_BIT_NAMES
-    has_token_scales = arguments.token_scales and arguments.kv_dtype in manifest.TOKEN_ELEMENT_NAMES
-    if (arguments.token_scales or arguments.kv_dtype == "int8") and not has_token_scales:
-        kv_dtypes = " or ".join(manifest.TOKEN_ELEMENT_NAMES)
-        raise ValueError(f"--token-scales and --kv-dtype must come together, with {kv_dtypes}")
-    if arguments.token_scales and arguments.float8_q:
-        raise ValueError("--float8-q is given, must not come with --token-scales")
-    if arguments.rotation and arguments.float8_q:
-        raise ValueError("--float8-q is given, must not come with --rotation")
-    for head_dim in arguments.head_dim or []:
-        if arguments.rotation and not head_dim.may_be_rotated:
-            raise ValueError(f"--head-dim is {head_dim}, must be {ROTATION_TEXT}, and the same for V")
-    if arguments.variant:
-        if arguments.out:
-            raise ValueError(
-                "--out is given, must not come with --variant: its kernels are kept in the cache"
-            )
-        return
-    for name, value in {
+    kv_dtype, chooses = arguments.kv_dtype, _chooses(arguments)
+    arguments.token_scales |= kv_dtype in manifest.FOUR_BIT_NAMES
+    has_token_scales = arguments.token_scales and kv_dtype in manifest.TOKEN_ELEMENT_NAMES
+    with_token_scales = " or ".join(manifest.TOKEN_ELEMENT_NAMES)
+    only_with_variant = {
         "--sinks": arguments.sinks,
         "--levels": arguments.levels,
         "--kernel": arguments.kernel,
-    }.items():
-        if value:
-            raise ValueError(f"{name} is given, must come with --variant")
-    if arguments.dtype and not _chooses(arguments):
-        raise ValueError(
-            "--dtype is given, must come with --variant, --head-dim, --kv-dtype, --float8-out or --rotation: "
-            "without them all standard kernels are compiled"
-        )
-    if arguments.out and _chooses(arguments):
-        raise ValueError(
-            "--out is given, must not come with --head-dim, --kv-dtype, --float8-out or --rotation: these "
-            "kernels are kept in the cache"
-        )
+    }
+    for_some = "--head-dim, --kv-dtype, --float8-out or --rotation"
+    rules = (
+        (
+            arguments.float8_q and kv_dtype not in manifest.KV_ELEMENT_NAMES,
+            "--float8-q is given, must come with --kv-dtype of 8 bits",
+        ),
+        (
+            (arguments.token_scales or kv_dtype == "int8") and not has_token_scales,
+            f"--token-scales and --kv-dtype must come together, with {with_token_scales}",
+        ),
+        (
+            arguments.float8_q and arguments.token_scales,
+            "--float8-q is given, must not come with --token-scales",
+        ),
+        (arguments.float8_q and arguments.rotation, "--float8-q is given, must not come with --rotation"),
+        *(
+            (
+                arguments.rotation and not head_dim.may_be_rotated,
+                f"--head-dim is {head_dim}, must be {ROTATION_TEXT}, and the same for V",
+            )
+            for head_dim in arguments.head_dim or []
+        ),
+        (
+            arguments.out and arguments.variant,
+            "--out is given, must not come with --variant: its kernels are kept in the cache",
+        ),
+        *(
+            (value and not arguments.variant, f"{name} is given, must come with --variant")
+            for name, value in only_with_variant.items()
+        ),
+        (
+            arguments.dtype and not arguments.variant and not chooses,
+            f"--dtype is given, must come with --variant, {for_some}: without them all standard kernels are "
+            f"compiled",
+        ),
+        (
+            arguments.out and chooses,
+            f"--out is given, must not come with {for_some}: these kernels are kept in the cache",
+        ),
+    )
+    for is_broken, message in rules:
+        if is_broken:
+            raise ValueError(message)
 
 
 def _check_cpu(arguments: argparse.Namespace) -> None:

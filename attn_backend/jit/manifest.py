@@ -8,7 +8,7 @@ include of the `.cu` file with its entry.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from string import Template
@@ -222,6 +222,28 @@ class KernelShape(NamedTuple):
         of_cache = "" if self.kv_element is None else f"_{self.kv_element}{'_q' if self.float8_q else ''}"
         of_out = f"_to_{OUT_ELEMENT}" if self.float8_out else ""
         return f"{self.element}{of_cache}{of_out}{ROTATED if self.rotation else ''}_d{self.dims}"
+
+
+# With bfloat16 Q, or over e4m3 Q.
+_SHIPPED_CACHES = (
+    *(KernelShape("bf16", dims, "e4m3") for dims in SHIPPED_FLOAT8_HEAD_DIMS),
+    *(
+        KernelShape("bf16", dims, element, rotation=element in SHIPPED_ROTATED)
+        for element in SHIPPED_TOKEN_ELEMENTS
+        for dims in SHIPPED_TOKEN_HEAD_DIMS
+    ),
+    *(
+        KernelShape("bf16", dims, element)
+        for element, widened in _SHIPPED_WIDENED.items()
+        for dims in widened
+    ),
+    *(KernelShape("bf16", dims, "e4m3", float8_q=True) for dims in MULTIPLIED_FLOAT8_HEAD_DIMS),
+    *(
+        KernelShape("bf16", dims, kv_element, float8_q, float8_out=True)
+        for dims in SHIPPED_FLOAT8_OUT_HEAD_DIMS
+        for kv_element, float8_q in ((None, False), ("e4m3", False), ("e4m3", True))
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -723,48 +745,24 @@ def source_of(name: str, arch: str) -> str | None:
     )
 
 
-def _multiplied_float8_kernels(dims: HeadDims, float8_out: bool) -> list[Kernel]:
-    """The kernels over e4m3 Q and K, for designs that multiply them without dequantizing."""
-    archs = {arch for design in DESIGNS.values() if design.multiplies_float8 for arch in design.archs}
-    return [
-        kernel
-        for kernel in attention_kernels(KernelShape("bf16", dims, "e4m3", True, float8_out), ("standard",))
-        if archs.issuperset(kernel.archs)
-    ]
-
-
-def _attention_kernels() -> list[Kernel]:
-    made = []
+def _attention_kernels() -> Iterator[Kernel]:
     for element in CUDA_ELEMENTS:
         for variant in STANDARD_VARIANTS:
             for dims in SHIPPED_HEAD_DIMS[variant]:
-                made += attention_kernels(KernelShape(element, dims), (variant,))
+                yield from attention_kernels(KernelShape(element, dims), (variant,))
         for shipped in SHIPPED_VARIANTS:
             for arch in ARCHS:
                 for dims in SHIPPED_HEAD_DIMS[shipped.name]:
-                    made += variant_kernels(
-                        arch, default_design(arch, dims), KernelShape(element, dims), shipped
-                    ).values()
-    for dims in SHIPPED_FLOAT8_HEAD_DIMS:
-        made += attention_kernels(KernelShape("bf16", dims, "e4m3"), ("standard",))
-    for token_element in SHIPPED_TOKEN_ELEMENTS:
-        for dims in SHIPPED_TOKEN_HEAD_DIMS:
-            shape = KernelShape("bf16", dims, token_element, rotation=token_element in SHIPPED_ROTATED)
-            made += attention_kernels(shape, ("standard",))
-    for widened_element, widened in _SHIPPED_WIDENED.items():
-        for dims in widened:
-            made += attention_kernels(KernelShape("bf16", dims, widened_element), ("standard",))
-    for dims in MULTIPLIED_FLOAT8_HEAD_DIMS:
-        made += _multiplied_float8_kernels(dims, float8_out=False)
-    for dims in SHIPPED_FLOAT8_OUT_HEAD_DIMS:
-        for kv_element in (None, "e4m3"):
-            made += attention_kernels(KernelShape("bf16", dims, kv_element, float8_out=True), ("standard",))
-        made += _multiplied_float8_kernels(dims, float8_out=True)
-    made += [
-        Kernel(merge_name(element), ARCHS, merge_source(element, STANDARD_VARIANTS["standard"]))
-        for element in (*CUDA_ELEMENTS, OUT_ELEMENT)
-    ]
-    return made
+                    design = default_design(arch, dims)
+                    yield from variant_kernels(arch, design, KernelShape(element, dims), shipped).values()
+    float8_archs = {arch for design in DESIGNS.values() if design.multiplies_float8 for arch in design.archs}
+    for shape in _SHIPPED_CACHES:
+        for kernel in attention_kernels(shape, ("standard",)):
+            # other designs dequantize Q and K
+            if not shape.float8_q or float8_archs.issuperset(kernel.archs):
+                yield kernel
+    for element in (*CUDA_ELEMENTS, OUT_ELEMENT):
+        yield Kernel(merge_name(element), ARCHS, merge_source(element, STANDARD_VARIANTS["standard"]))
 
 
 def _sampling_kernels() -> list[Kernel]:
