@@ -98,8 +98,7 @@ class CountsFile:
 
         def key(name: str, labels: Mapping[str, str]) -> str:
             metric = f"attn_backend:{name}"
-            made: str = files.mmap_key(metric, f"{metric}_total", [*labels], [*labels.values()], _HELP[name])
-            return made
+            return files.mmap_key(metric, f"{metric}_total", [*labels], [*labels.values()], _HELP[name])
 
         self._keys = [key(name, {}) for name in COUNTS[: -len(TILE_ROWS)]]
         self._keys += [key("rows", {"tile_rows": str(tile_rows)}) for tile_rows in TILE_ROWS]

@@ -90,8 +90,7 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if arguments.command == "completion":
         print(completion.script(arguments.shell, completion.words_of(parser)), end="")
         return 0
-    status: int = COMMANDS[arguments.command][0].run(arguments)
-    return status
+    return COMMANDS[arguments.command][0].run(arguments)
 
 
 if __name__ == "__main__":

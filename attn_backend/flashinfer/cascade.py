@@ -231,9 +231,7 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
         """
         self._check_planned()
         kv = paged_cache(paged_kv_cache, self._kv_layout)
-        out = self._run(q, kv.k, kv.v, self._scales())
-        assert isinstance(out, Tensor)
-        return out
+        return self._run(q, kv.k, kv.v, self._scales())
 
     forward = run
 

@@ -153,12 +153,10 @@ class Sample(LogitsProcessor):
         super().__init__(deterministic=deterministic, **params)
 
     def apply(self, tensor: Tensor, given_type: TensorType, options: dict[str, Any]) -> Tensor:
-        draw = (
+        draw: Any = (
             sampling.sampling_from_logits if given_type is TensorType.LOGITS else sampling.sampling_from_probs
         )
-        tokens = draw(tensor, **_draw_options(options))
-        assert isinstance(tokens, Tensor)
-        return tokens
+        return draw(tensor, **_draw_options(options))
 
 
 # Sequences of steps that are fused with a following draw, by their letters.
@@ -259,9 +257,7 @@ class LogitsPipe:
                 tensor, filters.get("top_k", 0), filters.get("top_p", 1.0), filter_apply_order=order, **draw
             )
         probs = sampling.softmax(tensor) if "S" in steps else tensor
-        tokens = sampling.draw_from_probs(probs, filter_order=order, **filters, **draw)
-        assert isinstance(tokens, Tensor)
-        return tokens
+        return sampling.draw_from_probs(probs, filter_order=order, **filters, **draw)
 
     def __repr__(self) -> str:
         return f"LogitsPipe([{' -> '.join(type(processor).__name__ for processor in self.processors)}])"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -166,7 +168,7 @@ def top_k_top_p_sampling_from_logits(
     _check_nan("logits", logits, check_nan)
     order = _filter_order(filter_apply_order)
     if indices is not None:
-        drawn = draw_from_probs(
+        return draw_from_probs(
             kernels.softmax(logits),
             indices,
             generator,
@@ -177,8 +179,6 @@ def top_k_top_p_sampling_from_logits(
             top_p=top_p,
             filter_order=order,
         )
-        assert isinstance(drawn, Tensor)
-        return drawn
     batch = logits.shape[0]
     draw_seed, position = _draws(batch, logits.device, generator, seed, offset)
     sample = kernels.sample(
@@ -319,7 +319,7 @@ def draw_from_probs(
     top_p: Tensor | float | None = None,
     min_p: Tensor | float | None = None,
     filter_order: kernels.FilterOrder = "top_k_first",
-) -> Samples:
+) -> Any:  # Samples
     """sampling_from_probs with any filters."""
     _check_nan("probs", probs, check_nan)
     try:

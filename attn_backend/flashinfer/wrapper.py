@@ -474,7 +474,7 @@ class Wrapper:
     _batch = 0  # requests
     _first_row = 0  # rows of Q before it belong to no request
     _rows: int | None  # after _first_row; None: not known to the host
-    _run: Callable[..., Tensor | tuple[Tensor, Tensor]]
+    _run: Callable[..., Any]
     _batch_invariant = False
     # callers check whether it exists; in FlashInfer it passes plan's decisions to the kernels
     _plan_info: Sequence[int] | None = None

@@ -122,8 +122,7 @@ def in_order(function: str, names: tuple[str, ...]) -> Callable[..., Any]:
         raise TypeError(
             f"{function} has the arguments {', '.join(names_of(function))}; got {', '.join(names)}"
         )
-    found: Callable[..., Any] = getattr(library(), function)
-    return found
+    return getattr(library(), function)
 
 
 @cache

@@ -417,10 +417,9 @@ def sample(
     for name, value in numbers.items():
         options[name], options[f"{name}_number"] = _split(value)
     valid, logprobs, top_token_ids, top_logprobs = _sample(logits, token_ids=token_ids, **options)
-    made: Samples = _eager["Samples"](
+    return _eager["Samples"](
         token_ids,
         valid,
         logprobs if return_logprobs else None,
         *((top_token_ids, top_logprobs) if num_top_logprobs else (None, None)),
     )
-    return made

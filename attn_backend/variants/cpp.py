@@ -176,7 +176,6 @@ class _Statements:
             case "scalar":
                 return self._params[str(node.value)].cpp_name
             case "size":
-                assert isinstance(node.value, tuple)
                 return f"{self._params[node.value[0]].cpp_name}.sizes[{node.value[1]}]"
             case "load":
                 param = self._params[str(node.value)]
@@ -213,7 +212,6 @@ class _Statements:
         """A division: exact if its result may become an integer; for scores as fast as a multiplication."""
         if b.is_constant:
             value = b.value
-            assert isinstance(value, float)
             is_power = value != 0 and math.isfinite(value) and abs(math.frexp(value)[0]) == 0.5
             if (is_power or _has_score(a)) and value != 0 and 2.0**-120 < abs(value) < 2.0**120:
                 return f"{self._operand(a)} * {_float(1 / value)}"
@@ -223,7 +221,6 @@ class _Statements:
 
     def _division_by_constant(self, op: str, a: Node, b: Node) -> str:
         divisor = b.value
-        assert isinstance(divisor, int)
         if divisor > 0 and divisor & (divisor - 1) == 0:
             shift = divisor.bit_length() - 1
             return (
@@ -257,7 +254,7 @@ def _constant(node: Node) -> str:
     if node.kind == Kind.BOOL:
         return "true" if node.value else "false"
     if node.kind == Kind.FLOAT:
-        return _float(float(node.value))  # type: ignore[arg-type]
+        return _float(float(node.value))
     return str(node.value) if node.value != -(2**31) else "-2147483647 - 1"
 
 

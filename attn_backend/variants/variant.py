@@ -125,9 +125,8 @@ class Variant:
         fields["has_transforms"] = any(fields[f"has_{hook_name}"] for hook_name in TRANSFORMS)
         fields["has_mask"] = any(body.hides for body in bodies)
         fields["has_bias_slope"] = has_bias_slope(bodies)
-        fields["reads_positions"] = any(body.reads_positions for body in bodies)
-        fields["skips_kv_tiles"] = any(body.skips_kv_tiles for body in bodies)
-        fields["tells_requests_apart"] = any(body.tells_requests_apart for body in bodies)
+        for name_of_any in ("reads_positions", "skips_kv_tiles", "tells_requests_apart"):
+            fields[name_of_any] = any(getattr(body, name_of_any) for body in bodies)
         layout = Layout([body.params for body in bodies])
         if layout.bytes > MAX_BYTES:
             raise ValueError(
@@ -456,8 +455,7 @@ class Variant:
     def _bound_on(self, i: int, param: Param, device: torch.device) -> Tensor | float | int:
         """The value of params[i] on a device; copies are cached."""
         if not isinstance(param.value, Tensor):
-            value: float | int = param.value
-            return value
+            return param.value
         if (i, device) not in self._on_device:
             tensor = param.value.to(device)
             check_value(param.name, param, tensor, device)

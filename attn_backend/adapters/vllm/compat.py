@@ -179,10 +179,7 @@ def combine_of_ranks(vllm_config: VllmConfig) -> Callable[..., tuple[torch.Tenso
         ops = import_module("vllm.v1.attention.ops.dcp")
     except ImportError:
         ops = import_module(f"vllm.v1.attention.ops.{'dcp_alltoall' if swaps_all else 'common'}")
-    combine: Callable[..., tuple[torch.Tensor, torch.Tensor]] = (
-        ops.dcp_a2a_lse_reduce if swaps_all else ops.cp_lse_ag_out_rs
-    )
-    return combine
+    return ops.dcp_a2a_lse_reduce if swaps_all else ops.cp_lse_ag_out_rs
 
 
 def captures_single_tokens_alone(vllm_config: VllmConfig) -> bool:
@@ -397,8 +394,7 @@ def serves_on_cpu() -> bool:
 def own_backend(name: str) -> type:
     """The class that vLLM itself has under a name of its registry."""
     module, _, class_name = AttentionBackendEnum[name].value.rpartition(".")
-    own: type = getattr(import_module(module), class_name)
-    return own
+    return getattr(import_module(module), class_name)
 
 
 def uses_sparse_mla() -> bool:

@@ -319,8 +319,7 @@ def has_8_bits(kv_cache_spec: Any) -> bool:
 
 
 def query_dtype(vllm_config: Any, kv_cache_spec: Any) -> torch.dtype:
-    dtype: torch.dtype = getattr(vllm_config.model_config, "dtype", kv_cache_spec.dtype)
-    return dtype
+    return getattr(vllm_config.model_config, "dtype", kv_cache_spec.dtype)
 
 
 def unsupported_cache(vllm_config: Any, kv_cache_spec: Any) -> str | None:

@@ -124,8 +124,8 @@ class MlaPrefill(MLAPrefillBackend):
     def __init__(self, **of_model: Any) -> None:
         """of_model: arguments of vLLM's base class."""
         super().__init__(**of_model)
-        self._new_tokens: Attention | None = None
-        self._context: Attention | None = None
+        self._new_tokens: Any = None
+        self._context: Any = None
         self._chunks: list[tuple[Tensor, Tensor]] = []
         self._planned_chunk = -1
 
@@ -163,7 +163,6 @@ class MlaPrefill(MLAPrefillBackend):
         if self._new_tokens is None:  # in a builder of another backend
             config = self.vllm_config
             self.allocate(config.model_config.dtype, starts.device, *workspace_maxima(config))
-        assert self._new_tokens is not None
         self._new_tokens.plan(BSRView(starts, PageTable.ragged(starts), causal=True))
         self._chunks = compat.context_chunks(prefill_metadata)
         self._planned_chunk = -1
@@ -173,7 +172,6 @@ class MlaPrefill(MLAPrefillBackend):
 
     def _plan_chunk(self, number: int) -> None:
         query_starts, context_starts = self._chunks[number]
-        assert self._context is not None
         self._context.plan(BSRView(query_starts, PageTable.ragged(context_starts), causal=False))
         self._planned_chunk = number
 
@@ -196,7 +194,6 @@ class MlaPrefill(MLAPrefillBackend):
         """
         if output_scale is not None:
             raise NotImplementedError("attn_backend does not quantize its output")
-        assert self._new_tokens is not None
         o, lse = self._run(self._new_tokens, q, k, v, out, return_softmax_lse)
         return o if lse is None else (o, lse)
 
@@ -214,7 +211,6 @@ class MlaPrefill(MLAPrefillBackend):
         number = compat.number_of_chunk(kwargs)
         if number != self._planned_chunk:
             self._plan_chunk(number)
-        assert self._context is not None
         return self._run(self._context, q, k, v, out, True)
 
     def _run(
