@@ -18,13 +18,10 @@ from .arguments import (
     buffer_length,
     check_fits,
     check_kv_layout,
-    copy_if_other,
     heads_of,
     indptr_of_equal,
-    on_device,
     paged_cache,
     pages_from_zero,
-    pages_on_device,
     pos_encoding,
     ragged_cache,
     scaled,
@@ -166,12 +163,20 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         if q_len_per_req > 1:
             self._check_kv_lens(indptr, last_page_len, page_size, q_len_per_req)
         if self._use_cuda_graph:
-            self._copy_to_buffers(indptr, indices, last_page_len, batch_size, q_len_per_req, non_blocking)
-        else:
-            self._paged_kv_indptr_buf, self._paged_kv_indices_buf = pages_on_device(
-                indptr, indices, self.device, non_blocking
-            )
-            self._paged_kv_last_page_len_buf = on_device(last_page_len, self.device, non_blocking)
+            if self._q_len_per_req not in (None, q_len_per_req):
+                refuse(
+                    "q_len_per_req",
+                    q_len_per_req,
+                    f"{self._q_len_per_req}, as in the first plan: it is frozen with use_cuda_graph=True",
+                )
+            self._check_batch_size(batch_size)
+        indptr, indices = pages_from_zero(indptr, indices)
+        names = ("indices", "paged_kv_indices_buffer")
+        self._paged_kv_indices_buf = self._kept(self._paged_kv_indices_buf, indices, non_blocking, names)
+        self._paged_kv_indptr_buf = self._kept(self._paged_kv_indptr_buf, indptr, non_blocking)
+        self._paged_kv_last_page_len_buf = self._kept(
+            self._paged_kv_last_page_len_buf, last_page_len, non_blocking
+        )
         self._q_len_per_req = q_len_per_req
         self._batch_size, self._rows = batch_size, batch_size * q_len_per_req
         self._heads = heads
@@ -192,28 +197,6 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         qo_indptr = indptr_of_equal(self._batch_size, self._q_len_per_req or 1, self.device)
         view = BSRView(qo_indptr, self._table, causal=True, window_left=max(window_left, -1))
         self._plan_view(view, plain_logits(logits_soft_cap, pos))
-
-    def _copy_to_buffers(
-        self,
-        indptr: Tensor,
-        indices: Tensor,
-        last_page_len: Tensor,
-        batch_size: int,
-        q_len: int,
-        non_blocking: bool,
-    ) -> None:
-        if self._q_len_per_req not in (None, q_len):
-            refuse(
-                "q_len_per_req",
-                q_len,
-                f"{self._q_len_per_req}, as in the first plan: it is frozen with use_cuda_graph=True",
-            )
-        self._check_batch_size(batch_size)
-        indptr, indices = pages_from_zero(indptr, indices)
-        check_fits("indices", indices, "paged_kv_indices_buffer", self._paged_kv_indices_buf)
-        copy_if_other(self._paged_kv_indptr_buf, indptr, non_blocking)
-        copy_if_other(self._paged_kv_last_page_len_buf, last_page_len, non_blocking)
-        copy_if_other(self._paged_kv_indices_buf[: len(indices)], indices, non_blocking)
 
     def _check_kv_lens(self, indptr: Tensor, last_page_len: Tensor, page_size: int, q_len: int) -> None:
         """Refuses requests with fewer tokens than queries if the host can read them. On a device, their first
@@ -284,12 +267,11 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         if args or self._jit is not None:
             own, sinks, q_scale, k_scale, v_scale = self._take(args, sinks, q_scale, k_scale, v_scale)
         kv = paged_cache(paged_kv_cache, self._kv_layout)
-        scales = self._scales(q_scale, k_scale)
         return self._planned.run(
             q,
             kv.k,
             kv.v,
-            scales,
+            self._scales(q_scale, k_scale),
             out=out,
             lse=lse,
             return_lse=return_lse,
@@ -506,7 +488,6 @@ def single_decode_with_kv_cache_with_jit_module(
         ValueError: an argument is wrong.
         NotImplementedError: an argument is not supported; the message names it.
     """
-    masked = MaskMode.CAUSAL.value
     result = single_prefill_with_kv_cache_with_jit_module(
         jit_module,
         q.unsqueeze(0),
@@ -514,7 +495,7 @@ def single_decode_with_kv_cache_with_jit_module(
         v,
         *args,
         kv_layout=kv_layout,
-        mask_mode=masked,
+        mask_mode=MaskMode.CAUSAL.value,
         window_left=window_left,
         return_lse=return_lse,
     )

@@ -17,12 +17,8 @@ from ..validation import check_plain, dtype_name, refuse, require
 from .arguments import (
     Scale,
     buffer_length,
-    check_fits,
-    copy_if_other,
     heads_of,
-    on_device,
     pages_from_zero,
-    pages_on_device,
     rows_of,
 )
 from .features import missing, not_supported, refuse_given
@@ -140,18 +136,12 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         qo_indptr = self._start_rows(qo_indptr)
         if self._use_cuda_graph:
             self._check_batch_size(batch_size)
-            kv_indptr, kv_indices = pages_from_zero(kv_indptr, kv_indices)
-            check_fits("kv_indices", kv_indices, "the buffer kv_indices", self._kv_indices_buf)
-            copy_if_other(self._qo_indptr_buf, qo_indptr, True)
-            copy_if_other(self._kv_indptr_buf, kv_indptr, True)
-            copy_if_other(self._kv_indices_buf[: len(kv_indices)], kv_indices, True)
-            copy_if_other(self._kv_len_arr_buf, kv_len_arr, True)
-        else:
-            self._qo_indptr_buf = on_device(qo_indptr, self.device, True)
-            self._kv_indptr_buf, self._kv_indices_buf = pages_on_device(
-                kv_indptr, kv_indices, self.device, True
-            )
-            self._kv_len_arr_buf = on_device(kv_len_arr, self.device, True)
+        kv_indptr, kv_indices = pages_from_zero(kv_indptr, kv_indices)
+        names = ("kv_indices", "the buffer kv_indices")
+        self._kv_indices_buf = self._kept(self._kv_indices_buf, kv_indices, True, names)
+        self._qo_indptr_buf = self._kept(self._qo_indptr_buf, qo_indptr, True)
+        self._kv_indptr_buf = self._kept(self._kv_indptr_buf, kv_indptr, True)
+        self._kv_len_arr_buf = self._kept(self._kv_len_arr_buf, kv_len_arr, True)
         self._heads, self._page_size, self._causal, self._sm_scale = heads, page_size, bool(causal), sm_scale
         self._of_cache = heads.kv_dtype or heads.dtype
         self._has_rope = head_dim_kpe > 0

@@ -20,20 +20,16 @@ from .arguments import (
     Scales,
     alibi_slopes_on,
     buffer_length,
-    check_fits,
     check_kv_layout,
-    copy_if_other,
     from_zero,
     heads_of,
     indptr_of_equal,
     items_of,
-    on_device,
     one_of,
     pack_custom_mask,
     pack_single_mask,
     paged_cache,
     pages_from_zero,
-    pages_on_device,
     pos_encoding,
     ragged_cache,
     scaled,
@@ -371,20 +367,16 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
             )
         if self._use_cuda_graph:
             self._check_fixed(batch_size)
-            paged_kv_indptr, paged_kv_indices = pages_from_zero(paged_kv_indptr, paged_kv_indices)
-            check_fits(
-                "paged_kv_indices", paged_kv_indices, "paged_kv_indices_buf", self._paged_kv_indices_buf
-            )
-            copy_if_other(self._qo_indptr_buf, qo_indptr, non_blocking)
-            copy_if_other(self._paged_kv_indptr_buf, paged_kv_indptr, non_blocking)
-            copy_if_other(self._paged_kv_last_page_len_buf, paged_kv_last_page_len, non_blocking)
-            copy_if_other(self._paged_kv_indices_buf[: len(paged_kv_indices)], paged_kv_indices, non_blocking)
-        else:
-            self._qo_indptr_buf = on_device(qo_indptr, self.device, non_blocking)
-            self._paged_kv_indptr_buf, self._paged_kv_indices_buf = pages_on_device(
-                paged_kv_indptr, paged_kv_indices, self.device, non_blocking
-            )
-            self._paged_kv_last_page_len_buf = on_device(paged_kv_last_page_len, self.device, non_blocking)
+        paged_kv_indptr, paged_kv_indices = pages_from_zero(paged_kv_indptr, paged_kv_indices)
+        names = ("paged_kv_indices", "paged_kv_indices_buf")
+        self._paged_kv_indices_buf = self._kept(
+            self._paged_kv_indices_buf, paged_kv_indices, non_blocking, names
+        )
+        self._qo_indptr_buf = self._kept(self._qo_indptr_buf, qo_indptr, non_blocking)
+        self._paged_kv_indptr_buf = self._kept(self._paged_kv_indptr_buf, paged_kv_indptr, non_blocking)
+        self._paged_kv_last_page_len_buf = self._kept(
+            self._paged_kv_last_page_len_buf, paged_kv_last_page_len, non_blocking
+        )
         self._keep_mask(packed, mask_indptr, non_blocking)
         self._sm_scale = sm_scale
         self._table = PageTable.csr(
@@ -615,11 +607,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
         )
         if self._use_cuda_graph:
             self._check_fixed(batch_size)
-            copy_if_other(self._qo_indptr_buf, qo_indptr, non_blocking)
-            copy_if_other(self._kv_indptr_buf, kv_indptr, non_blocking)
-        else:
-            self._qo_indptr_buf = on_device(qo_indptr, self.device, non_blocking)
-            self._kv_indptr_buf = on_device(kv_indptr, self.device, non_blocking)
+        self._qo_indptr_buf = self._kept(self._qo_indptr_buf, qo_indptr, non_blocking)
+        self._kv_indptr_buf = self._kept(self._kv_indptr_buf, kv_indptr, non_blocking)
         self._keep_mask(packed, mask_indptr, non_blocking)
         self._sm_scale = sm_scale
         self._table = PageTable.ragged(self._kv_indptr_buf)

@@ -209,7 +209,6 @@ def top_k_top_p_sampling_from_probs(
 
     "top_k_first": top_p is a share of the tokens that top_k leaves; "joint": of all tokens.
     """
-    order = _filter_order(filter_apply_order)
     return draw_from_probs(
         probs,
         indices,
@@ -220,7 +219,7 @@ def top_k_top_p_sampling_from_probs(
         return_valid,
         top_k=top_k,
         top_p=top_p,
-        filter_order=order,
+        filter_order=_filter_order(filter_apply_order),
     )
 
 

@@ -23,10 +23,13 @@ from .arguments import (
     Scale,
     Scales,
     alibi_slopes_on,
+    check_fits,
     check_kv_layout,
     check_scale_of_requests,
+    copy_if_other,
     from_zero,
     is_number,
+    on_device,
     one_of,
     ragged_cache,
     rows_of,
@@ -538,6 +541,20 @@ class Wrapper:
                 batch_size,
                 f"{self._fixed_batch_size}, that of the buffers, with use_cuda_graph=True",
             )
+
+    def _kept(
+        self, buffer: Any, tensor: Tensor, non_blocking: bool, names: tuple[str, str] | None = None
+    ) -> Tensor:
+        """A plan's tensor on the device, with CUDA graphs in its buffer.
+
+        names: of a tensor that may be shorter than its buffer, and of the buffer.
+        """
+        if not self._use_cuda_graph:
+            return on_device(tensor, self.device, non_blocking)
+        if names is not None:
+            check_fits(names[0], tensor, names[1], buffer)
+        copy_if_other(buffer if names is None else buffer[: len(tensor)], tensor, non_blocking)
+        return buffer
 
     def _start_rows(self, qo_indptr: Tensor) -> Tensor:
         """qo_indptr shifted to start at 0; runs get the rows after its first element.

@@ -117,9 +117,9 @@ def interpret(
                     rows, position = part.rows[tile], part.positions[tile][None, :, None]
                     request, index = part.requests[tile][None, :, None], part.indices[tile][None, :, None]
                     of_rows = (request[0], heads[:, 0, 0], position[0], args)
-                    of_rows_scales = (*q_scales, k_scales[1], v_scales[1])
                     own_q, of_q, of_k, of_v = (
-                        _of_heads(scale, part.requests[tile], kv.num_kv_heads) for scale in of_rows_scales
+                        _of_heads(scale, part.requests[tile], kv.num_kv_heads)
+                        for scale in (*q_scales, k_scales[1], v_scales[1])
                     )
                     own_q = own_q.repeat_interleave(q.shape[1] // kv.num_kv_heads, 1)[:, :, None]
                     queries = functions.query(

@@ -237,12 +237,11 @@ def _write_rows(
     rows, from_probs = check_plain(name, values), name == "probs"
     out = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
     kernel = _kernel("probs", rows.device) if from_probs else _logits_kernel(rows)
-    number = values_of("RowTask")[task]
     _call(
         "write_rows",
         kernel,
         row_ctas,
-        task=number,
+        task=values_of("RowTask")[task],
         from_probs=from_probs,
         values=rows,
         temperature=temperature,

@@ -115,14 +115,13 @@ def _merge(
     if mask is not None:
         check_plain("mask", mask)
         mask = mask.view(torch.uint8)
-    file = _kernel_file(o.dtype, o.device)
     by_name("merge_states")(
         o=o,
         lse=lse,
         out=out,
         out_lse=out_lse,
         is_log2=log2,
-        file=file,
+        file=_kernel_file(o.dtype, o.device),
         o_b=o_b,
         lse_b=lse_b,
         indptr=indptr,

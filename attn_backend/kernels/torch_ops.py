@@ -387,10 +387,9 @@ def _(
         return logits.new_empty(shape, dtype=dtype)
 
     top = (batch, num_top_logprobs) if num_top_logprobs else (0,)
-    logprobs = empty(torch.float32, batch if return_logprobs else 0)
     return (
         empty(torch.bool, batch),
-        logprobs,
+        empty(torch.float32, batch if return_logprobs else 0),
         empty(torch.int32 if num_top_logprobs else torch.float32, *top),
         empty(torch.float32, *top),
     )

@@ -64,15 +64,9 @@ def check_values(view: BSRView, max_rows: int) -> None:
     num_rows = _check_indptr("qo_indptr", view.qo_indptr, max_rows, "max_rows")
     if view.rows is not None:
         _check_rows(view.rows, num_rows, max_rows)
-    table = view.table
-    if table.form == "csr":
-        _check_csr(table)
-    elif table.form == "block_table":
-        _check_block_table(table)
-    elif table.form == "token_slots":
-        _check_token_slots(table)
-    else:
-        _check_indptr("kv_indptr", _present(table.indptr))
+    checks = {"csr": _check_csr, "block_table": _check_block_table, "token_slots": _check_token_slots}
+    if view.table.form in checks:
+        checks[view.table.form](view.table)
     check_page_ids(view)
 
 

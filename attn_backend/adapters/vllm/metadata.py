@@ -264,8 +264,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
                     causal=shared.causal and metadata.causal,
                     window_left=shared.window_left,
                 )
-                arguments = None if shared.spec.has_alibi else shared.arguments
-                shared.attention.plan(view, variant_args=arguments)
+                shared.attention.plan(view, variant_args=None if shared.spec.has_alibi else shared.arguments)
             if shared.context is not None:
                 shared.context.plan(BSRView(qo_indptr, table, causal=False))
         export_counts(logger)

@@ -198,36 +198,34 @@ def judge(model: Checkpoint, device: str, options: Mapping[str, str], release: s
 def _refusals(model: Checkpoint, device: str, options: Mapping[str, str], release: str) -> Iterator[Refusal]:
     # On a GPU vLLM forces the option for these models.
     splits = device == "cpu" and is_prefix_lm(model) and "disable-chunked-mm-input" not in options
-    what = unsupported_model(
-        has_rswa=model.config.get("rswa_window") is not None,
-        splits_images=splits,
-        is_diffusion=model.config.get("canvas_length") is not None,
-        prefill_ranks=integer_option(options, "prefill-context-parallel-size", 1),
+    yield from _refusal(
+        unsupported_model(
+            has_rswa=model.config.get("rswa_window") is not None,
+            splits_images=splits,
+            is_diffusion=model.config.get("canvas_length") is not None,
+            prefill_ranks=integer_option(options, "prefill-context-parallel-size", 1),
+        )
     )
-    if what is not None:
-        yield Refusal(what, OTHER_BACKEND)
     cache = options.get("kv-cache-dtype", "auto")
     if uses_latents(model):
         assert model.latents is not None
         if model.latents.is_sparse and device == "cpu":
             yield Refusal("sparse attention over latents on a CPU: vLLM's indexer needs a GPU", OTHER_BACKEND)
-        what = unsupported_latents(head_size_of(model))
-        if what is not None:
-            yield Refusal(what, OTHER_BACKEND)
+        yield from _refusal(unsupported_latents(head_size_of(model)))
         if cache not in LATENT_CACHES and not (model.latents.is_sparse and cache == SCALED_LATENTS):
             yield Refusal(f"a cache of latents of dtype {cache}", OTHER_CACHE)
         return
     all_heads = {layer.heads for layer in model.layers}
-    for what in sorted({unsupported_cache(heads, cache, device) or "" for heads in all_heads} - {""}):
-        yield Refusal(what, OTHER_CACHE)
+    for of_heads in sorted({unsupported_cache(heads, cache, device) or "" for heads in all_heads}):
+        yield from _refusal(of_heads, OTHER_CACHE)
     what = unsupported_pages(cache, has_windows(model), not is_before(release, BYTES_OF_ROWS_SINCE))
-    if what is not None:
-        yield Refusal(what, CACHE_OF_OLD_RELEASES)
+    yield from _refusal(what, CACHE_OF_OLD_RELEASES)
     kinds = {(layer.heads, layer.attn_type, layer.arguments) for layer in model.layers}
     for heads, attn_type, arguments in sorted(kinds):
-        for what in (
-            unsupported_layer(heads.qk, heads.v, attn_type),
-            *(unsupported_argument(name, value) for name, value in arguments),
-        ):
-            if what is not None:
-                yield Refusal(what, OTHER_BACKEND)
+        yield from _refusal(unsupported_layer(heads.qk, heads.v, attn_type))
+        for name, value in arguments:
+            yield from _refusal(unsupported_argument(name, value))
+
+
+def _refusal(what: str | None, way_out: str = OTHER_BACKEND) -> list[Refusal]:
+    return [Refusal(what, way_out)] if what else []

@@ -91,11 +91,10 @@ def _install(device: torch.device, vllm_config: Any) -> bool:
         check_sampler(device)
         replacements = _replacements(vllm_config)
     except Exception as error:  # the engine can serve without, whatever failed
-        reason = f"{type(error).__name__}: {error}"
         logger.warning(
             "attn_backend does not sample, vLLM's own sampler does: %s. ATTN_BACKEND_SAMPLER=0 chooses that "
             "without this warning.",
-            reason,
+            f"{type(error).__name__}: {error}",
         )
         return False
     for owner, name, replacement in replacements:
