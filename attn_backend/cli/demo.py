@@ -240,12 +240,9 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _get(port: int, path: str) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-    try:
+    with closing(_connection(port, timeout=5)) as connection:
         connection.request("GET", path)
         return connection.getresponse().status
-    finally:
-        connection.close()
 
 
 def _post(
@@ -275,8 +272,8 @@ def ask(port: int) -> str:
         return str(json.loads(response.read())["choices"][0]["message"]["content"]).strip()
 
 
-def _connection(port: int) -> http.client.HTTPConnection:
-    return http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+def _connection(port: int, timeout: float = 600) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
 
 
 def _stream(port: int, prompt: str, output_len: int, answers: Answers, connections: Connections) -> None:

@@ -393,8 +393,7 @@ def check_modes(
 ) -> None:
     if not isinstance(cascade, bool) and not (isinstance(cascade, str) and cascade == "always"):
         refuse("cascade", cascade, "True, False or 'always'")
-    if not isinstance(batch_invariant, bool):
-        refuse("batch_invariant", batch_invariant, "True or False")
+    check_types(bool, "True or False", batch_invariant=batch_invariant)
     if batch_invariant and max_levels != 1:
         refuse("max_levels", max_levels, "1 with batch_invariant=True")
     if batch_invariant and device.type == "cuda" and max_batch > MAX_CUDA_INVARIANT_BATCH:

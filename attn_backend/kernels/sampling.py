@@ -17,8 +17,6 @@ from ..validation import check_device, check_int, check_plain, explain_failure, 
 from . import torch_ops
 from .native import FLOAT_NAMES, arch_on, by_name, kernel_file, values_of
 
-Draw = int | Tensor
-
 _rows: dict[torch.device, Tensor] = {}
 
 
@@ -33,12 +31,12 @@ def row_numbers(batch: int, device: torch.device) -> Tensor:
 def draws(
     batch: int,
     device: torch.device,
-    seed: Draw | None,
-    position: Draw | None,
+    seed: Int | None,
+    position: Int | None,
     generator: torch.Generator | None,
     *,
     of_row: int = 1,
-) -> tuple[Draw, Draw]:
+) -> tuple[Int, Int]:
     """Seed and position of each row: the given ones, or else ones drawn from a generator.
 
     Args:

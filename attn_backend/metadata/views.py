@@ -18,6 +18,7 @@ from ..validation import (
     MAX_INT32,
     check_int,
     check_same_device,
+    check_types,
     index_tensor,
     indptr_tensor,
     refuse,
@@ -510,8 +511,7 @@ class Composition:
             ValueError: a parent or a node that does not exist, too long a path, or a table of another number
                 of requests.
         """
-        if not isinstance(table, PageTable):
-            refuse("table", table, "a PageTable")
+        check_types(PageTable, "a PageTable", table=table)
         require(
             _length("parents", parents) == table.batch_size,
             "len(parents)",

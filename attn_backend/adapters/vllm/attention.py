@@ -394,8 +394,8 @@ def token_scaled_view(
     Raises:
         NotImplementedError: neither a head's nor a page's rows lie side by side.
     """
-    view: KVCache | None = getattr(kv_cache, "_attn_backend_view", None)
-    if view is not None and (factors is None or factors == _factors_of(view)):
+    view: Any = getattr(kv_cache, "_attn_backend_view", None)
+    if view is not None and (factors is None or factors == (view.k_scale.factor, view.v_scale.factor)):
         return view
     data = kv_cache.data.view(torch.uint8)
     blocks, heads, page, row = data.shape
@@ -428,10 +428,3 @@ def token_scaled_view(
     view = KVCache(k, v, *map(scales_of, parts[2:], factors or (1.0, 1.0)))
     kv_cache._attn_backend_view = view  # type: ignore[attr-defined]
     return view
-
-
-def _factors_of(view: KVCache) -> tuple[float, float]:
-    k_scale, v_scale = view.k_scale, view.v_scale
-    assert isinstance(k_scale, BlockScales)
-    assert isinstance(v_scale, BlockScales)
-    return k_scale.factor, v_scale.factor

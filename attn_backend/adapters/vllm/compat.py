@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import wraps
+from functools import reduce, wraps
 from importlib import import_module
 from inspect import signature
 from typing import Any, TypeVar
@@ -68,6 +68,16 @@ STRIDE_ORDERS: dict[tuple[str, bool], tuple[int, ...]] = {
     ("HND", False): (0, 1, 2, 3),
     ("HND", True): (1, 2, 0, 3, 4),
 }
+
+
+def setting(name: str, vllm_config: VllmConfig | None = None) -> Any:
+    """A setting by its dotted name; None if the model or the release has none.
+
+    Args:
+        vllm_config: None: the configuration with which vLLM makes its layers.
+    """
+    config = vllm_config or get_current_vllm_config_or_none()
+    return reduce(lambda found, part: getattr(found, part, None), name.split("."), config)
 
 
 def kv_cache_stride_order(include_num_layers_dimension: bool) -> tuple[int, ...]:
@@ -151,8 +161,7 @@ def computes_attention(layer: Any) -> bool:
 
 def draft_backend_of_user(vllm_config: VllmConfig) -> str | None:
     """The backend's name in --speculative-config, or None if vLLM chooses it."""
-    backend = getattr(getattr(vllm_config, "speculative_config", None), "attention_backend", None)
-    return None if backend is None else backend.name
+    return setting("speculative_config.attention_backend.name", vllm_config)
 
 
 def dcp_group(kv_cache_spec: Any) -> Any:
@@ -245,9 +254,7 @@ def fuses_output_scales() -> bool:
 
     Each run shows whether its layer does: a graph from vLLM's cache was compiled in another process.
     """
-    config = get_current_vllm_config_or_none()
-    passes = getattr(getattr(config, "compilation_config", None), "pass_config", None)
-    return bool(getattr(passes, "fuse_attn_quant", False))
+    return bool(setting("compilation_config.pass_config.fuse_attn_quant"))
 
 
 def has_one_fixed_scale(quant_key: Any) -> bool:
@@ -260,8 +267,7 @@ def may_see_both_sides() -> bool:
 
     Its windows then reach left and right, as in FLASH_ATTN.
     """
-    config = get_current_vllm_config_or_none()
-    return bool(getattr(getattr(config, "attention_config", None), "use_non_causal", False))
+    return bool(setting("attention_config.use_non_causal"))
 
 
 def uses_mla() -> bool:
@@ -269,8 +275,7 @@ def uses_mla() -> bool:
 
     False without a model: vLLM asks for backends then, too.
     """
-    config = get_current_vllm_config_or_none()
-    return bool(getattr(getattr(config, "model_config", None), "use_mla", False))
+    return bool(setting("model_config.use_mla"))
 
 
 def chosen_names(config: Any) -> list[AttentionBackendEnum]:
@@ -399,8 +404,7 @@ def own_backend(name: str) -> type:
 
 def uses_sparse_mla() -> bool:
     """Whether that model also has an indexer that selects tokens: then vLLM asks for a sparse backend."""
-    config = get_current_vllm_config_or_none()
-    return hasattr(getattr(getattr(config, "model_config", None), "hf_config", None), "index_topk")
+    return hasattr(setting("model_config.hf_config"), "index_topk")
 
 
 def with_whole_rows_between_blocks(kv_cache_spec: Any) -> Any:

@@ -139,7 +139,14 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
         self.context_parallel: ContextParallel | None = None
         if group is not None:
             self.context_parallel = outside_memory_pools(
-                lambda: make_context_parallel(vllm_config, group, max_batch, device), device
+                lambda: ContextParallel(
+                    group,
+                    vllm_config.parallel_config.cp_kv_cache_interleave_size,
+                    compat.combine_of_ranks(vllm_config),
+                    max_batch,
+                    device,
+                ),
+                device,
             )
             # A captured loop of drafts would keep host values of its capture. vLLM's own backends do not
             # support it here either.
@@ -274,13 +281,6 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
         if self.spans is not None:
             self.spans.clear()
         self.plan(metadata)
-
-
-def make_context_parallel(
-    vllm_config: Any, group: Any, max_batch: int, device: torch.device
-) -> ContextParallel:
-    interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
-    return ContextParallel(group, interleave, compat.combine_of_ranks(vllm_config), max_batch, device)
 
 
 def layer_specs(vllm_config: Any, kv_cache_spec: Any, layer_names: list[str]) -> list[LayerSpec]:

@@ -177,25 +177,11 @@ def jit_variant(jit_args: Sequence[Any] | None) -> JitVariant | None:
         "13: uri, 4 dtypes, 2 head sizes, names and types of tensors and scalars, the variant's name, "
         "its C++",
     )
-    return variant_of(*jit_args[7:13])
-
-
-def variant_of(
-    tensor_names: Sequence[str],
-    tensor_types: Sequence[str],
-    scalar_names: Sequence[str],
-    scalar_types: Sequence[str],
-    name: str,
-    declaration: str,
-) -> JitVariant:
-    """Makes the variant from the parts of jit_args."""
-    return _made(
-        tuple(tensor_names), tuple(tensor_types), tuple(scalar_names), tuple(scalar_types), name, declaration
-    )
+    return variant_of(*map(tuple, jit_args[7:11]), *jit_args[11:13])
 
 
 @lru_cache(maxsize=64)
-def _made(
+def variant_of(
     tensor_names: tuple[str, ...],
     tensor_types: tuple[str, ...],
     scalar_names: tuple[str, ...],
@@ -403,11 +389,13 @@ def gen_customize_single_decode_module(
     Raises:
         NotImplementedError: the struct, or a type, has no counterpart.
     """
-    tensors, scalars = (
-        (additional_tensor_names, additional_tensor_dtypes),
-        (additional_scalar_names, additional_scalar_dtypes),
+    names_and_types = (
+        additional_tensor_names,
+        additional_tensor_dtypes,
+        additional_scalar_names,
+        additional_scalar_dtypes,
     )
-    return JitModule(variant_of(*tensors, *scalars, variant_name, variant_decl))
+    return JitModule(variant_of(*map(tuple, names_and_types), variant_name, variant_decl))
 
 
 def gen_customize_single_prefill_module(backend: str, *arguments: Any, **options: Any) -> JitModule:
