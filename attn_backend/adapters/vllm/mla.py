@@ -363,8 +363,8 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
 class LatentImpl(MLAAttentionImpl[Any]):
     """The common part of a layer over latents: its checks and its cache.
 
-    neutral_arguments: arguments of some models, which must be None or 0.0. unknown_arguments: vLLM's class does
-    not take these arguments.
+    neutral_arguments: arguments of some models, which must be None or 0.0. unknown_arguments: arguments that
+    vLLM's class does not take.
     """
 
     can_return_lse_for_decode: bool = True
