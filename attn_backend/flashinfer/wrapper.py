@@ -29,7 +29,6 @@ from .arguments import (
     copy_if_other,
     from_zero,
     is_number,
-    on_device,
     one_of,
     ragged_cache,
     rows_of,
@@ -550,7 +549,9 @@ class Wrapper:
         names: of a tensor that may be shorter than its buffer, and of the buffer.
         """
         if not self._use_cuda_graph:
-            return on_device(tensor, self.device, non_blocking)
+            return (
+                tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=non_blocking)
+            )
         if names is not None:
             check_fits(names[0], tensor, names[1], buffer)
         copy_if_other(buffer if names is None else buffer[: len(tensor)], tensor, non_blocking)
