@@ -297,14 +297,19 @@ def _struct(name: str, body: Body) -> str:
             + "".join(f"    {param.cpp_type} {param.cpp_name};\n" for param in body.params)
             + "  };\n"
         )
-    if not body.uses_softmax and "kUsesSoftmax" not in body.code:
-        struct += "  static constexpr bool kUsesSoftmax = false;\n"
-    if not _mask_reads_head(body):
-        struct += "  static constexpr bool kMaskReadsHead = false;\n"
-    if body.skips_kv_tiles:
-        struct += "  static constexpr bool kSkipsTiles = true;\n"
-    struct += _pair_layouts([body])
+    struct += _flags([body], "kUsesSoftmax" in body.code)
     return "\n".join(filter(None, [struct, members, constructor, body.code])) + "};\n"
+
+
+def _flags(bodies: Sequence[Body], declares_softmax: bool = False) -> str:
+    """Members that differ from VariantBase's. declares_softmax: the code itself has kUsesSoftmax."""
+    flags = {
+        "kUsesSoftmax = false": not declares_softmax and not all(body.uses_softmax for body in bodies),
+        "kMaskReadsHead = false": not any(map(_mask_reads_head, bodies)),
+        "kSkipsTiles = true": any(body.skips_kv_tiles for body in bodies),
+    }
+    text = "".join(f"  static constexpr bool {flag};\n" for flag, is_set in flags.items() if is_set)
+    return text + _pair_layouts(bodies)
 
 
 def has_bias_slope(bodies: Sequence[Body]) -> bool:
@@ -368,13 +373,7 @@ def _combined(bodies: Sequence[Body]) -> str:
             + "".join(f"    {_struct_name(name)}::Params {name};\n" for name in with_params)
             + "  };\n"
         )
-    if not all(body.uses_softmax for body in bodies):
-        text += "  static constexpr bool kUsesSoftmax = false;\n"
-    if not any(map(_mask_reads_head, bodies)):
-        text += "  static constexpr bool kMaskReadsHead = false;\n"
-    if any(body.skips_kv_tiles for body in bodies):
-        text += "  static constexpr bool kSkipsTiles = true;\n"
-    text += _pair_layouts(bodies)
+    text += _flags(bodies)
     text += "\n" + "".join(f"  const {_struct_name(name)} {name};\n" for name in names)
     initial = [
         f"{name}({f'params.{name}' if name in with_params else f'{_struct_name(name)}::Params{{}}'}, kv_head)"
