@@ -143,26 +143,20 @@ class Checkpoint:
     def _indices(self) -> list[int]:
         """Numbers of the layers with attention."""
         of_all = range(self.num_layers)
-        kinds = self._kinds()
-        if kinds:
+        if kinds := self._kinds():
             return [index for index, kind in enumerate(kinds[: self.num_layers]) if _attends(kind)]
-        pattern = self.get("hybrid_override_pattern")  # Nemotron-H: "M-M*-"
-        if pattern:
+        if pattern := self.get("hybrid_override_pattern"):  # Nemotron-H: "M-M*-"
             return [index for index, kind in enumerate(pattern) if kind == "*"]
         linear = self.get("linear_attn_config") or {}
         if linear.get("full_attn_layers"):  # Kimi Linear counts from 1
             return [index - 1 for index in linear["full_attn_layers"] if index <= self.num_layers]
-        softmax = self.get("attn_type_list")  # MiniMax: 1 has a softmax
-        if softmax:
+        if softmax := self.get("attn_type_list"):  # MiniMax: 1 has a softmax
             return [index for index, kind in enumerate(softmax) if kind == 1]
-        chosen = self.get("attn_layer_indices") or self.get("full_attn_idxs")
-        if chosen:
+        if chosen := self.get("attn_layer_indices") or self.get("full_attn_idxs"):
             return [int(index) for index in chosen]
-        period = self.get("full_attention_interval")  # Qwen3-Next
-        if period:
+        if period := self.get("full_attention_interval"):  # Qwen3-Next
             return [index for index in of_all if (index + 1) % period == 0]
-        period = self.get("attn_layer_period")  # Jamba
-        if period:
+        if period := self.get("attn_layer_period"):  # Jamba
             return [index for index in of_all if index % period == self.get("attn_layer_offset", 0)]
         return list(of_all) if _number(self.text, _HEADS) else []
 

@@ -251,8 +251,7 @@ def _cache() -> tuple[Finding, Path]:
             "only you can write to"
         )
         return Finding("!!", "cache", f"{folder}, since {reason}", advice), folder
-    problem = cache_problem(wanted)
-    if problem:
+    if problem := cache_problem(wanted):
         return Finding("!!", "cache", problem.text, problem.remedy), folder
     return Finding("ok", "cache", str(wanted)), folder
 

@@ -291,8 +291,7 @@ def _nvrtc_candidates() -> Iterator[str]:
                 yield str(folder / f"libnvrtc.so.{major}")
     for major in _MAJORS:
         yield f"libnvrtc.so.{major}"
-    found = ctypes.util.find_library("nvrtc")
-    if found:
+    if found := ctypes.util.find_library("nvrtc"):
         yield found
 
 

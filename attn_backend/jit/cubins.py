@@ -473,8 +473,7 @@ def _compile_cuda(
             content, report = library.compile(kernel.source, [*_nvrtc_flags(target), includes], what)
     except RuntimeError as error:
         raise _explained(error, variant) or _without_quotes(error, variant) from None
-    damage = compilers.damage(content)
-    if damage:
+    if damage := compilers.damage(content):
         raise RuntimeError(
             f"{library} reported no error on {what}, but its output {damage}\n{report}".rstrip()
         )
@@ -535,8 +534,7 @@ def _without_quotes(error: RuntimeError, variant: VariantSource) -> RuntimeError
     )
     kept, is_known = [], True
     for line in str(error).split("\n"):
-        place = _PLACE.match(line)
-        if place:
+        if place := _PLACE.match(line):
             is_known = place["file"].startswith(known)
             if not is_known:
                 kept.append(f"{place['file']}: errors in this file are not shown, since they quote it")

@@ -61,8 +61,7 @@ def private_place(cubin: Path, reason: str) -> Path:
 
 def fault(cubin: Path) -> str:
     """Why an entry of the cache is not trusted; "" if it is."""
-    reason = _foreign(cubin)
-    if reason:
+    if reason := _foreign(cubin):
         return reason
     contents = []
     for path in _files(cubin):
@@ -77,8 +76,7 @@ def fault(cubin: Path) -> str:
         except OSError as error:
             return f"{path} cannot be read: {error.strerror}"
     content, text = contents
-    damaged = damage(content, for_gpu=cubin.suffix != ".so")
-    if damaged:
+    if damaged := damage(content, for_gpu=cubin.suffix != ".so"):
         return f"{cubin} {damaged}"
     digest, _, said = text.partition(b"\n")
     return (

@@ -702,8 +702,7 @@ def late_append(name: str) -> tuple[str, str | None, bool] | None:
 
 def compile_options(name: str) -> str:
     """The `attn-backend compile` options for a kernel that is not built ahead of time."""
-    append = late_append(name)
-    if append is not None:
+    if (append := late_append(name)) is not None:
         return float8_options(append[1], False, False, append[2])
     shape = shape_of(name)
     if shape is None:
@@ -727,8 +726,7 @@ def source_of(name: str, arch: str) -> str | None:
     """The source of a kernel, which need not be built ahead of time; None if this arch has no such kernel."""
     if name in kernels(arch):
         return kernels(arch)[name].source
-    append = late_append(name)
-    if append is not None:
+    if (append := late_append(name)) is not None:
         return append_qkv_kernel(*append).source
     shape = shape_of(name)
     if shape is None or not shape.dims.runs_over(shape.kv_element, shape.float8_q):

@@ -1274,8 +1274,7 @@ class Attention:
         """
         if self._is_captured():
             return
-        errors = self.schedule().errors
-        if errors:
+        if errors := self.schedule().errors:
             fault = describe_errors(errors)
             if errors != self._dumped_errors:
                 self._dumped_errors = errors

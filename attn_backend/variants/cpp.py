@@ -507,8 +507,7 @@ _INCLUDES = re.compile(r"(?:#|%:)(?:\s|\\\s*\n|/\*.*?\*/)*(?:include|include_nex
 def _refuse_includes(cpp: str, name: str) -> None:
     """Refuses directives that read a file: a compiler's errors would quote that file."""
     spliced = re.sub(r"\\[ \t]*\n", "", cpp)
-    match = _INCLUDES.search(spliced)
-    if match:
+    if match := _INCLUDES.search(spliced):
         raise ValueError(
             f"cpp of {source_name(name)} has `{' '.join(match[0].split())}`, must include no file: put its "
             f"text into cpp"

@@ -236,8 +236,7 @@ class Variant:
         hooks: dict[str, str] = {}
         if "score_mod" in traced and traced["score_mod"].result is not SCORE:
             hooks["logits"] = hook("logits", traced["score_mod"].result, params)
-            slope = bias_slope(traced["score_mod"].result)
-            if slope is not None:
+            if (slope := bias_slope(traced["score_mod"].result)) is not None:
                 hooks["bias_slope"] = hook("bias_slope", slope, params)
         visibility = mask_visibility(traced["mask_mod"].result if "mask_mod" in traced else constant(True))
         if visibility.mask is not None:
