@@ -495,7 +495,7 @@ class Wrapper:
         self._backend = "fa2" if backend == "auto" else backend
         self._float_workspace_buffer = float_workspace_buffer
         self.device = float_workspace_buffer.device
-        # Engines pass these to other wrappers and to PrefillModule.plan. Their contents are not used.
+        # Engines pass these to other wrappers and to the plan of _cached_module. Their contents are not used.
         self._int_workspace_buffer = self._pin_memory_int_workspace_buffer = torch.empty(
             0, dtype=torch.uint8, device=self.device
         )
