@@ -93,16 +93,13 @@ def kv_cache_stride_order(include_num_layers_dimension: bool) -> tuple[int, ...]
     return STRIDE_ORDERS[get_kv_cache_layout(), include_num_layers_dimension]
 
 
-def with_bytes_of_scales(kv_cache_spec: Any) -> Any:
+def with_bytes_of_scales(spec: Any) -> Any:
     """A layer's spec whose pages have room for the scales of each token and head, if its cache has them.
 
     Releases without the field add the bytes themselves.
     """
-    spec = kv_cache_spec
     name = getattr(getattr(spec, "kv_quant_mode", None), "name", "").lower()
-    if name not in TOKEN_SCALED_CACHES or not takes_bytes_of_rows():
-        return spec
-    if spec.state_content_bytes is not None:
+    if name not in TOKEN_SCALED_CACHES or not takes_bytes_of_rows() or spec.state_content_bytes is not None:
         return spec
     dtype = TOKEN_SCALED_CACHES[name]
     of_both = sum(bytes_of_row(spec.head_size, dtype)) + sum(bytes_of_row(head_size_v(spec), dtype))
