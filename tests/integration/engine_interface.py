@@ -337,6 +337,10 @@ ASKED_BY_VARIABLE = {
     ("sglang/plugin.py", "field"): "the same",
     ("sglang/support.py", "sinks"): "sinks, attention_sink_bias",
     ("vllm/compat.py", "class_name"): "what AttentionBackendEnum says",
+    (
+        "vllm/compat.py",
+        "part",
+    ): "test_what_the_adapters_ask_for_is_in_the_tables, from the calls of setting()",
     ("vllm/sampler.py", "owner"): "test_functions_that_the_sampler_replaces_have_known_arguments",
     ("vllm/sampler.py", "function"): "the same",
     ("vllm/sampler.py", "name"): "the same, and top_k, top_p, min_p of SamplingStates",
