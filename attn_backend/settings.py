@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from .cache_folder import cache_folder
+from .machine import cache_folder
 
 PREFIX = "ATTN_BACKEND_"
 

@@ -17,7 +17,7 @@ from packages import needs
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
-from attn_backend.cache_folder import VARIABLE, cache_folder
+from attn_backend.machine import VARIABLE, cache_folder
 from attn_backend.variants import builtin
 
 # (layer, q, k, v) -> attention output, all [tokens, heads, head_dim]

@@ -17,8 +17,8 @@ from typing import Any
 from pydantic import PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from attn_backend.cli.machine import FIGURES_OF_A_CPU, serving_choice
 from attn_backend.jit.progress import status
+from attn_backend.machine import FIGURES_OF_A_CPU, serving_choice
 from integration.arrivals import of_requests, poisson
 from integration.client import run_client
 from integration.datasets import make_workload

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from attn_backend.cli.machine import FIGURES_OF_A_CPU, serving_choice
+from attn_backend.machine import FIGURES_OF_A_CPU, serving_choice
 from integration.benchmark import Load, Settings, benchmark
 from integration.command_line import KNOWN_ERRORS
 from integration.device import default_dtype, find_device

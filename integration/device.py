@@ -9,7 +9,7 @@ import platform
 import shutil
 import subprocess
 
-from attn_backend.cli.machine import CPUINFO, serving_dtype
+from attn_backend.machine import CPUINFO, serving_dtype
 
 
 def find_device() -> str:

@@ -21,9 +21,15 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from attn_backend.cache_folder import VARIABLE, cache_folder
-from attn_backend.cli.machine import Problem, cache_problem, existing_parent, folder_problem
 from attn_backend.jit import compilers
+from attn_backend.machine import (
+    VARIABLE,
+    Problem,
+    cache_folder,
+    cache_problem,
+    existing_parent,
+    folder_problem,
+)
 
 PYTHONS = ((3, 11), (3, 12), (3, 13))  # the engines provide CPU packages for these
 GB = 10**9

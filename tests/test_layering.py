@@ -20,8 +20,8 @@ MAY_IMPORT = {
     # attn_backend/__init__.py: the public names; releases.py
     "attn_backend": {"kernels", "metadata", "variants"},
     "__main__": {"cli"},
-    "cache_folder": set(),
-    "settings": {"cache_folder"},
+    "machine": set(),
+    "settings": {"machine"},
     "validation": set(),
     "metadata": {"validation"},
     "variants": {"settings", "validation"},
@@ -32,9 +32,9 @@ MAY_IMPORT = {
     "cli": {
         "adapters",
         "attn_backend",
-        "cache_folder",
         "jit",
         "kernels",
+        "machine",
         "metadata",
         "settings",
         "validation",

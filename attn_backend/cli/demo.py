@@ -26,9 +26,9 @@ from pathlib import Path
 from weakref import WeakSet
 
 from ..jit.progress import status
+from ..machine import FIGURES_OF_A_CPU, serving_choice, serving_dtype
 from ..releases import VLLM_CPU
 from .console import print_table
-from .machine import FIGURES_OF_A_CPU, serving_choice, serving_dtype
 
 
 def split_arguments(text: str) -> list[str]:

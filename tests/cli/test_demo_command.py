@@ -148,7 +148,7 @@ def test_the_demo_says_which_dtype_it_chose(
     flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "cpuinfo").write_text(f"flags : {flags}\n")
-    monkeypatch.setattr("attn_backend.cli.machine.CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr("attn_backend.machine.CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     seen: list[str] = []

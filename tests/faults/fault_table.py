@@ -87,10 +87,10 @@ FAULTS = (
     ),
     Fault(
         "servers on a CPU with amx_bf16 only run in float32",
-        "attn_backend/cli/machine.py",
+        "attn_backend/machine.py",
         'BF16_FLAGS = ("avx512_bf16", "amx_bf16")',
         'BF16_FLAGS = ("avx512_bf16",)',
-        ("tests/cli/test_cpu_features.py",),
+        ("tests/test_machine.py",),
     ),
     Fault(
         "demo: Ctrl-C waits for the requests in flight",

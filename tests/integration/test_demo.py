@@ -172,7 +172,7 @@ def test_ctrl_c_ends_the_demo_at_once(moment, number, model, tmp_path):
 @pytest.mark.parametrize("flags", ["avx2", "avx2 avx512_bf16"])
 def test_both_backends_get_the_dtype_that_suits_the_cpu(engine, flags, tmp_path, monkeypatch):
     (tmp_path / "cpuinfo").write_text(f"flags : {flags}\n")
-    monkeypatch.setattr("attn_backend.cli.machine.CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr("attn_backend.machine.CPUINFO", tmp_path / "cpuinfo")
     expected = "auto" if "bf16" in flags else "float32"
     settings = demo_settings(engine, "smollm2", "cpu", None, tmp_path)
     benchmarked = parse_arguments(["--engine", engine, "--backends", OURS, "--device", "cpu"])

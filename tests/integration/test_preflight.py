@@ -14,9 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from attn_backend.cache_folder import cache_folder
-from attn_backend.cli import machine
-from attn_backend.cli.machine import Problem
+from attn_backend import machine
+from attn_backend.machine import Problem, cache_folder
 from attn_backend.settings import Settings
 from integration import preflight
 from integration.preflight import Space

@@ -1,4 +1,7 @@
-"""The machine: its CPU, and whether its cache can be written to. Needs only the standard library."""
+"""The machine: its CPU, and its folder of compiled kernels and downloads.
+
+Needs only the standard library, because the pre-installation checks use it.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from ..cache_folder import VARIABLE, cache_folder
-
+VARIABLE = "ATTN_BACKEND_CACHE"
 CPUINFO = Path("/proc/cpuinfo")
 BF16_FLAGS = ("avx512_bf16", "amx_bf16")
 FIGURES_OF_A_CPU = "These are CPU figures: they show that both backends work, not how fast a GPU is."
@@ -45,6 +47,17 @@ def serving_choice(dtype: str) -> str:
         f"Servers run in {name}{reason} and in eager mode, which gives the first answer sooner. This "
         f"holds for both backends."
     )
+
+
+def cache_folder(given: str | Path | None) -> Path:
+    """The folder in ATTN_BACKEND_CACHE, or attn_backend/ in the user's cache folder.
+
+    Raises:
+        RuntimeError: the variable is not set, and there is no home directory.
+    """
+    if given:
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attn_backend"
 
 
 class Problem(NamedTuple):

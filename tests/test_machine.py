@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attn_backend.cli import machine
+from attn_backend import machine
 
 AVX512 = ["fpu", "avx2", "avx512f", "avx512bw"]
 
