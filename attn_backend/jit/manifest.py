@@ -392,12 +392,18 @@ def default_design(arch: str, dims: HeadDims, transforms: bool = False) -> Desig
 class VariantSource(Protocol):
     """The input of kernels (attn_backend/variants/variant.py): C++ that defines attn::UserVariant."""
 
-    name: str
-    source: str
-    user_sources: Mapping[str, str]
-    has_mask: bool
-    has_output: bool
-    has_transforms: bool
+    @property
+    def name(self) -> str: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def user_sources(self) -> Mapping[str, str]: ...
+    @property
+    def has_mask(self) -> bool: ...
+    @property
+    def has_output(self) -> bool: ...
+    @property
+    def has_transforms(self) -> bool: ...
 
 
 # letter for letter the source of builtin.alibi()
@@ -438,7 +444,7 @@ VariantHooks<UserVariant>::kValue) == false,
 """
 
 
-@dataclass
+@dataclass(frozen=True)
 class ShippedVariant:
     """A VariantSource without a mask and without transforms of Q, K, V and the output, because those
     would need additional kernels.

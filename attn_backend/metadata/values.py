@@ -65,7 +65,7 @@ def check_values(view: BSRView, max_rows: int) -> None:
     if view.rows is not None:
         _check_rows(view.rows, num_rows, max_rows)
     checks = {"csr": _check_csr, "block_table": _check_block_table, "token_slots": _check_token_slots}
-    if view.table.form in checks:
+    if view.table.form in checks:  # a ragged table has page ids only
         checks[view.table.form](view.table)
     check_page_ids(view)
 
@@ -191,8 +191,10 @@ def _check_indptr(name: str, indptr: Tensor, limit: int | None = None, what: str
 def _check_range(name: str, values: Tensor, limit: int, what: str) -> None:
     """Checks that all elements are in 0 .. `limit`; `what` describes the limit."""
     smallest, largest = (int(value) for value in values.aminmax())
-    require(smallest >= 0, f"{name}[{int(values.argmin())}]", smallest, "at least 0")
-    require(largest <= limit, f"{name}[{int(values.argmax())}]", largest, f"at most {limit}, {what}")
+    if smallest < 0:
+        refuse(f"{name}[{int(values.argmin())}]", smallest, "at least 0")
+    if largest > limit:
+        refuse(f"{name}[{int(values.argmax())}]", largest, f"at most {limit}, {what}")
 
 
 def _check_entries(name: str, entries: Tensor, kv_lens: Tensor, page_size: int, limit: int | None) -> None:

@@ -217,6 +217,7 @@ def test_caches(engine: str, config: configs.Config, cache: str, answer: str) ->
             "--speculative-algorithm DFLASH --speculative-draft-kv-cache-dtype bfloat16",
             [],
         ),
+        (configs.LLAMA_3, "cuda", "--radix-cache-backend flexkv", ["leave out --radix-cache-backend"]),
         (configs.LLAMA_3, "cpu", "", ["pass --kv-cache-dtype auto"]),
         (configs.DEEPSEEK_V3, "cuda", "", ["pass --kv-cache-dtype fp8_e4m3"]),
         (configs.MIMO_V2, "cuda", "", ["pass --disable-hybrid-swa-memory", "pass --kv-cache-dtype fp8_e4m3"]),

@@ -24,6 +24,7 @@ BASES = {
         ("vllm/sparse_mla.py:SparseMlaBackend", f"{MLA}:MLACommonBackend"),
         ("vllm/sparse_mla.py:SparseMlaImpl", f"{SPARSE_MLA}:SparseMLACommonImpl"),
         ("vllm/sparse_mla.py:SparseMlaImpl", "vllm.v1.attention.backend:MLAAttentionImpl"),
+        ("vllm/mla.py:LatentImpl", f"{SPARSE_MLA}:SparseMLACommonImpl"),
         (
             "vllm/sparse_mla.py:SparseMlaMetadataBuilder",
             f"{SPARSE_MLA}:SparseMLACommonMetadataBuilder",

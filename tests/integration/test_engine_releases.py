@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import types
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,21 @@ def test_names_of_modules_are_there(engine: str, version: str, release: Release)
     assert not [path for path in paths if release.find(*path.split(":")) is None and path not in MAYBE]
 
 
+def unlisted_parts(dotted: str) -> Iterator[str]:
+    """Parts of a setting of vLLM that its configurations lack. A part x_config has the class XConfig."""
+    members = {path.partition(":")[2]: names.split() for path, names in MEMBERS["vllm"].items()}
+    owner = "VllmConfig"
+    for part in dotted.split("."):
+        if part not in (members[owner] if owner.endswith("Config") else ["name"]):  # of an enumeration
+            yield part
+        owner = part.title().replace("_", "")
+
+
+def test_unlisted_parts() -> None:
+    assert list(unlisted_parts("compilation_config.pass_config.fuse_attn_quant")) == []
+    assert list(unlisted_parts("attention_config.fuse_attn_quant")) == ["fuse_attn_quant"]
+
+
 @pytest.mark.parametrize("engine", RELEASES)
 def test_what_the_adapters_ask_for_is_in_the_tables(engine: str) -> None:
     """Each name that getattr or hasattr looks for. If an engine renamed one, it would silently read as a
@@ -154,8 +170,7 @@ def test_what_the_adapters_ask_for_is_in_the_tables(engine: str) -> None:
         for node in ast.walk(ast.parse(file.read_text())):
             where = str(file.relative_to(ADAPTERS))
             if engine == "vllm" and isinstance(node, ast.Call) and ast.unparse(node.func) == "setting":
-                dotted = ast.literal_eval(node.args[0])
-                unlisted += [(where, part) for part in dotted.split(".") if part not in listed]
+                unlisted += [(where, part) for part in unlisted_parts(ast.literal_eval(node.args[0]))]
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
                 name = node.args[1]
                 if not isinstance(name, ast.Constant):
@@ -568,7 +583,8 @@ def test_settings_have_the_names_that_are_asked_for(version: str) -> None:
         assert release.find("sglang.srt.runtime_context", f"get_{group}") is not None, path
         # computed from these
         field = {"attn_dcp_size": "dcp_size", "attn_dp_rank": "dp_size"}.get(field, field)
-        assert field in release.fields, path
+        is_later = field == "enable_unified_cache_external_linker" and is_before(version, "0.5.20")
+        assert (field in release.fields) != is_later, path
 
 
 @pytest.mark.parametrize("version", CHECKED["sglang"])

@@ -13,7 +13,7 @@ SGLang keeps refusing.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module
@@ -242,6 +242,13 @@ CHECKS = (
 _reads: ContextVar[tuple[str, str] | None] = ContextVar("attn_backend_name", default=None)
 
 
+def _has_all(checks: Iterable[Check]) -> bool:
+    """Whether this release has these checks; that of FP4 caches may be gone."""
+    return all(
+        _exists(path) for check in checks if not check.of_cache for path in (check.function, check.view)
+    )
+
+
 def hook_name_checks(name: str) -> bool:
     """Makes SGLang's checks accept a backend of this name, from the end of its `load_plugins` on.
 
@@ -251,16 +258,10 @@ def hook_name_checks(name: str) -> bool:
         Whether this release has known checks.
     """
     hooks = import_module("sglang.srt.plugins.hook_registry")
-    checks = next(
-        (
-            checks
-            for checks in CHECKS
-            if all(_exists(path) for check in checks for path in (check.function, check.view))
-        ),
-        None,
-    )
-    if checks is None:
+    found: Iterable[Check] | None = next((checks for checks in CHECKS if _has_all(checks)), None)
+    if found is None:
         return False
+    checks = [check for check in found if _exists(check.function)]
     around = hooks.HookType.AROUND
     for path, hook in [(check.function, reading(check, name)) for check in checks] + [
         (path, renamed_view) for path in {check.view for check in checks}

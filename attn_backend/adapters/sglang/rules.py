@@ -42,8 +42,11 @@ REFUSED_PARALLELISM = {  # what to use instead
 _CACHES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2", MXFP4)
 _FP4 = f"--kv-cache-dtype {MXFP4}"
 _OTHER_CACHE = "pass --kv-cache-dtype fp8_e4m3"
-# With FP4, SGLang copies rows to these places without their scales.
-NOT_WITH_FP4 = ("--enable-hierarchical-cache", "--enable-lmcache", "--disaggregation-mode")
+# With FP4, SGLang copies rows to these places without their scales, or hands over K and V alone.
+NOT_WITH_FP4 = (
+    *("--enable-hierarchical-cache", "--enable-lmcache", "--enable-flexkv"),
+    *("--radix-cache-backend", "--enable-unified-cache-external-linker", "--disaggregation-mode"),
+)
 # Models whose windows have a separate pool, which SGLang makes without FP4's scales.
 WINDOW_POOLS = (
     "GptOssForCausalLM",
@@ -297,8 +300,8 @@ def _fp4(model: Checkpoint, device: str, options: Mapping[str, str]) -> Iterator
     yield unsupported_fp4_pool(has_window_pool and "disable-hybrid-swa-memory" not in options)
     for heads in sorted({layer.heads for layer in model.layers}):
         yield unsupported_fp4_heads(heads, device)
-    is_of_drafts = "speculative-draft-kv-cache-dtype" not in options
-    if options.get("speculative-algorithm", "").upper() == BLOCKS and is_of_drafts:
+    drafts_in_fp4 = options.get("speculative-draft-kv-cache-dtype", MXFP4) == MXFP4
+    if options.get("speculative-algorithm", "").upper() == BLOCKS and drafts_in_fp4:
         yield unsupported_fp4_blocks()
     for option in NOT_WITH_FP4:
         if options.get(option[2:], "null") != "null":

@@ -35,6 +35,9 @@ _SETTINGS = {  # of options that rules.py names
     "--attn-cp-size": "parallel.attn_cp_size",
     "--enable-hierarchical-cache": "memory.enable_hierarchical_cache",
     "--enable-lmcache": "memory.enable_lmcache",
+    "--enable-flexkv": "memory.enable_flexkv",
+    "--radix-cache-backend": "memory.radix_cache_backend",
+    "--enable-unified-cache-external-linker": "memory.enable_unified_cache_external_linker",
     "--disaggregation-mode": "disagg.disaggregation_mode",
 }
 

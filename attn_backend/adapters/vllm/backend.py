@@ -19,9 +19,6 @@ from .metadata import AttnMetadataBuilder
 from .rules import BYTE_CACHES, OTHER_CACHE, TOKEN_SCALED_CACHES, unsupported_cache
 from .support import with_ways_out
 
-_ALWAYS: Any = classmethod(lambda cls: True)
-_NEVER: Any = classmethod(lambda cls: False)
-
 
 class OwnBackend(AttentionBackend):
     """The common part of the backends."""
@@ -48,8 +45,13 @@ class OwnBackend(AttentionBackend):
     def supports_dcp(cls) -> bool:
         return cls.get_impl_cls().supports_dcp
 
-    supports_batch_invariance = _ALWAYS
-    supports_pcp = _NEVER
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_pcp(cls) -> bool:
+        return False
 
 
 class AttnBackend(OwnBackend):
@@ -111,11 +113,33 @@ class AttnBackend(OwnBackend):
         unsupported = unsupported_cache(HeadDims.of(head_size), kv_cache_dtype, "cuda")
         return unsupported and f"{unsupported}: {OTHER_CACHE}"
 
-    supports_sliding_window = supports_non_causal = supports_sink = _ALWAYS
-    supports_mm_prefix = supports_per_head_quant_scales = _ALWAYS
-    # plans read the lengths on the device, and none on the host
-    supports_device_cpu_query_lens_mismatch = _ALWAYS
-    supports_rswa = _NEVER
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return True  # plans read the lengths on the device, and none on the host
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return True
 
 
 class CpuAttnBackend(AttnBackend):

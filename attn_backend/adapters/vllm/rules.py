@@ -216,10 +216,10 @@ def _refusals(model: Checkpoint, device: str, options: Mapping[str, str], releas
             yield Refusal(f"a cache of latents of dtype {cache}", OTHER_CACHE)
         return
     all_heads = {layer.heads for layer in model.layers}
-    for of_heads in sorted({unsupported_cache(heads, cache, device) or "" for heads in all_heads}):
-        yield from _refusal(of_heads, OTHER_CACHE)
-    what = unsupported_pages(cache, has_windows(model), not is_before(release, BYTES_OF_ROWS_SINCE))
-    yield from _refusal(what, CACHE_OF_OLD_RELEASES)
+    for what in sorted({unsupported_cache(heads, cache, device) or "" for heads in all_heads} - {""}):
+        yield Refusal(what, OTHER_CACHE)
+    unsupported = unsupported_pages(cache, has_windows(model), not is_before(release, BYTES_OF_ROWS_SINCE))
+    yield from _refusal(unsupported, CACHE_OF_OLD_RELEASES)
     kinds = {(layer.heads, layer.attn_type, layer.arguments) for layer in model.layers}
     for heads, attn_type, arguments in sorted(kinds):
         yield from _refusal(unsupported_layer(heads.qk, heads.v, attn_type))

@@ -229,6 +229,8 @@ def test_views_are_made_once_and_wait_for_kv_that_is_loaded() -> None:
             "with --enable-hierarchical-cache: SGLang would not move the scales: leave out",
         ),
         (TWO_LAYERS, {}, {"memory.enable_lmcache": True}, "with --enable-lmcache"),
+        (TWO_LAYERS, {}, {"memory.enable_flexkv": True}, "with --enable-flexkv"),
+        (TWO_LAYERS, {}, {"memory.radix_cache_backend": "flexkv"}, "with --radix-cache-backend"),
         (TWO_LAYERS, {}, {"disagg.disaggregation_mode": "decode"}, "with --disaggregation-mode"),
         (
             TWO_LAYERS,
