@@ -70,7 +70,7 @@ struct Int4Quantizer {
     reciprocal = 1.0f / scale.scale;
   }
 
-  /// Of a number.
+  /// The 4-bit code of a number.
   ATTN_HD uint32_t code(float x) const {
     return static_cast<uint32_t>(rounded(x * reciprocal + static_cast<float>(scale.zero_point)));
   }
@@ -103,7 +103,7 @@ struct Fp4Quantizer {
     }
   }
 
-  /// Of a number; 0 for NaN. The numbers from 1 on are rounded in their bits, to one bit of a mantissa.
+  /// The 4-bit code of a number; 0 for NaN. The numbers from 1 on are rounded in their bits, to one bit of a mantissa.
   ATTN_HD uint32_t code(float x) const {
     constexpr uint32_t kOne = 0x3f800000u, kQuarter = 0x3e800000u, kThreeQuarters = 0x3f400000u;  // float32's bits
     constexpr uint32_t kInfinity = 0x7f800000u;

@@ -95,13 +95,13 @@ struct Int8 {
 
 /// Numbers from 0 to 15, two in a byte. TokenScales have zero points for them (Int4Scale).
 struct Int4 {
-  static constexpr int kBytes = 1;  // of two
+  static constexpr int kBytes = 1;  // a byte with two numbers
   static constexpr bool kRowsHaveScales = false;
 };
 
 /// e2m1 numbers, two in a byte. kScaleColumns of them have an e4m3 scale.
 struct NvFp4 {
-  static constexpr int kBytes = 1;  // of two
+  static constexpr int kBytes = 1;  // a byte with two numbers
   static constexpr bool kRowsHaveScales = false;
   /// Scale number i of a word of TokenScales.
   __device__ __forceinline__ static float scale(uint32_t word, int i) {
@@ -109,27 +109,28 @@ struct NvFp4 {
   }
 };
 
-/// The same with powers of 2 as scales. Their exponents are stored (e8m0).
+/// e2m1 numbers, two in a byte. kScaleColumns of them have a power of 2 as their scale, stored as its exponent (e8m0).
 struct MxFp4 {
-  static constexpr int kBytes = 1;  // of two
+  static constexpr int kBytes = 1;  // a byte with two numbers
   static constexpr bool kRowsHaveScales = false;
   __device__ __forceinline__ static float scale(uint32_t word, int i) {
     return __uint_as_float((word >> 8 * i & 0xffu) << 23);
   }
 };
 
+/// Whether kScaleColumns columns share a scale.
 template <class Element>
 constexpr bool kHasBlockScales = is_same<Element, NvFp4> || is_same<Element, MxFp4>;
 template <class Element>
 constexpr bool kHas4Bits = is_same<Element, Int4> || kHasBlockScales<Element>;
-/// Of the types of 4 bits.
+/// The DataType of a 4-bit element; kFloat32 for all other elements.
 template <class Element>
 constexpr DataType kFourBits = is_same<Element, Int4>    ? DataType::kInt4
                                : is_same<Element, NvFp4> ? DataType::kNvFp4
                                : is_same<Element, MxFp4> ? DataType::kMxFp4
                                                          : DataType::kFloat32;
 
-/// Bytes of a row of 8-bit or 4-bit numbers; elements of others.
+/// Bytes of a stored row of 8-bit or 4-bit numbers; elements of a row of any other type.
 template <class Element>
 ATTN_HD constexpr int stored_columns(int columns) {
   return kHas4Bits<Element> ? columns / 2 : columns;

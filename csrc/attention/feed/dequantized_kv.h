@@ -1,6 +1,6 @@
 // A 16-bit copy of the tokens that long row groups read from an 8-bit cache. A kernel makes it before attention
 // (dequantize.cu): a token is then dequantized once, instead of by each row tile that reads it (dequantizer.cuh). The
-// plan decides which row groups have a copy (choose_dequantized() in planner/groups.h).
+// plan decides which row groups have a copy (place_dequantized() in planner/steps.h).
 #pragma once
 
 #include "cache/kv_cache.h"

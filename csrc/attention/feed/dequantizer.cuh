@@ -41,19 +41,19 @@ class InPlaceDequantizer {
                                                 float factor)
       : shared_(shared), share_(share), arrivals_(arrivals), factor_(factor) {}
 
-  /// Fills `count` tiles of an item, which has been looked up; no more than `limited` of the first as wait_for_part()
-  /// says. Tile number i begins at token_of(i). `place`: where the warp's part of the first is, were it to stay as it
-  /// is stored. All are dequantized in the end: warps then wait for one another, and for room for Q.
+  /// Fills `count` tiles of an item, which has been looked up; the first `num_limited` as wait_for_part() does if
+  /// `limited`. Tile number i begins at token_of(i). `place`: where the warp's part of the first is, were it to stay as
+  /// it is stored. All are dequantized in the end: warps then wait for one another, and for room for Q.
   template <class TokenOf>
-  __device__ __forceinline__ void fill(Copier& copier, const LoadedRowTile& tile, int32_t head, int count, int limited,
-                                       const TokenOf& token_of, Place& place) {
+  __device__ __forceinline__ void fill(Copier& copier, const LoadedRowTile& tile, int32_t head, int count,
+                                       int num_limited, const TokenOf& token_of, Place& place) {
     const int first = loaded_;
 #pragma unroll 1
     for (int done = first; done < first + count; ++done) {
       // Consumers may wait for a tile that has been loaded. Before the warp waits for room, which they make, it
       // therefore dequantizes all.
       while (loaded_ < first + count) {
-        const bool is_limited = loaded_ - first < limited;
+        const bool is_limited = loaded_ - first < num_limited;
         const Place to = dequantized_place(place);
         if (loaded_ == done)
           wait_for_room(to, is_limited);
@@ -79,12 +79,12 @@ class InPlaceDequantizer {
   /// them would end too early. Otherwise one of the two warps that share a tile loads all of it. `row_of`: the row
   /// there at which tile number i begins.
   template <class RowOf>
-  __device__ __forceinline__ void load(const typename Traits::Params& params, int32_t head, int count, int limited,
+  __device__ __forceinline__ void load(const typename Traits::Params& params, int32_t head, int count, int num_limited,
                                        const RowOf& row_of, Place& place) const {
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       const Place to = dequantized_place(place);
-      wait_for_room(to, i < limited);
+      wait_for_room(to, i < num_limited);
       if constexpr (kParts == 1) {
         if (share_.first_token == 0) {
           for (int part = 1; part < kTileParts; ++part) shared_.wait_kv_free(to.ahead(part));

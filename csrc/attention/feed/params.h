@@ -32,8 +32,8 @@ struct TmaParams {
   AttentionParams attention;
   TensorMap k;
   TensorMap v;
-  /// Of a 4-bit cache whose numbers are multiplied as they are stored. A token takes 64 bytes of a tile. Where a page
-  /// has one head after another, a box's rows are two tokens: TMA then has half as many reads on their way.
+  /// Maps of a 4-bit cache, for decodes from packed tiles. A token takes 64 bytes of a tile. Where a page has one head
+  /// after another, a box's rows are two tokens: TMA then has half as many reads on their way.
   TensorMap k_packed;
   TensorMap v_packed;
   /// Dimensions: column, head, row. A box has 64 columns and the 16 packed rows of a consumer warp.

@@ -91,8 +91,8 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
   typename Shared::QPlace q_place;
   typename Shared::KvPlace place = typename Shared::KvPlace{}.ahead(share.part);
   const int32_t flags = cursor.now.flags;
-  // The pairs of a row tile are consecutive. RowCopier lacks the registers to keep the tile and reloads it, and so does
-  // kernels that dequantize wider heads, and packed decodes.
+  // The pairs of a row tile are consecutive. RowCopier lacks the registers to keep the tile and reloads it. So do
+  // kernels that dequantize wider heads, and kernels that decode from packed tiles.
   constexpr bool kHasFewRegisters =
       !leaves_registers(Traits::Shape::kDims.widest()) || (Traits::kTakesPacked && Traits::Shape::kDims.widest() > 64);
   constexpr bool kReloads = Copier::kGathers || (Traits::kDequantizesInFeed && kHasFewRegisters);
@@ -117,15 +117,15 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
     const int32_t kv_tile = cursor.now.kv_tile + ahead;
     return kv_tile_start<kSkips>(
                params.schedule, tile.group, tile.kv_begin,
-               Traits::kTakesLastFirst ? item_begin + cursor.last_kv_tile(tile.num_kv_tiles) - 1 - kv_tile : kv_tile,
+               Traits::kTakesLastFirst ? item_begin + cursor.end_kv_tile(tile.num_kv_tiles) - 1 - kv_tile : kv_tile,
                Traits::kTuning.kv_tile)
         .token;
   };
-  const auto tiles_left = [&] { return cursor.last_kv_tile(tile.num_kv_tiles) - cursor.now.kv_tile; };
+  const auto tiles_left = [&] { return cursor.end_kv_tile(tile.num_kv_tiles) - cursor.now.kv_tile; };
   const auto look_up = [&] { copier.look_up(tile, first_token, tiles_left()); };
   look_up();
   ptx::wait_for_previous_grid();  // so far only the schedule and page tables have been read
-  int32_t tiles_after_mma = 0;    // KV tiles after an item for mma.sync to which the limit `limited` still applies
+  int32_t tiles_after_mma = 0;    // KV tiles after an item for mma.sync that are still limited (wait_for_part())
   while (!cursor.done()) {
     if (share.is_v) {
       const int32_t kv_begin = kv_begin_after<kSkips>(tile.kv_begin, cursor.now.kv_tile, params.kv_tile);
@@ -141,7 +141,7 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
         __shfl_sync(0xffffffffu, tile.kind < Traits::kTuning.max_kind && (flags & kHasLargestTiles), 0)
             ? ptx::kEvictFirst
             : ptx::kKeepNormally;
-    const int32_t end = cursor.last_kv_tile(tile.num_kv_tiles);
+    const int32_t end = cursor.end_kv_tile(tile.num_kv_tiles);
     if constexpr (Traits::kDequantizesOnLoad) {
       copier.dequantize(shared, tile, head, tiles_left(), first_token, place);
       cursor.now.kv_tile = end;
@@ -149,12 +149,13 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
       bool is_filled = !copies;
       if constexpr (Traits::kDequantizesInFeed) {
         if (Traits::kFeedsAll || !for_mma) {
-          const int count = end - cursor.now.kv_tile, limited = for_mma ? count : tiles_after_mma;
+          const int count = end - cursor.now.kv_tile, num_limited = for_mma ? count : tiles_after_mma;
           if (tile.is_dequantized()) {
+            // Never for_mma, because the plan places only row groups of many rows: num_limited is tiles_after_mma.
             const auto row_of = [&](int i) { return tile.dequantized_row(first_token(i)); };
             dequantizer.load(tma_params, head, count, tiles_after_mma, row_of, place);
           } else {
-            dequantizer.fill(copier, tile, head, count, limited, first_token, place);
+            dequantizer.fill(copier, tile, head, count, num_limited, first_token, place);
           }
           if (Shared::kParts == 1) tiles_after_mma = for_mma ? Shared::kKvParts / 2 + 1 : tiles_after_mma - count;
           is_filled = true;

@@ -42,8 +42,8 @@ struct GroupPages {
 /// A row tile, read once.
 struct LoadedRowTile {
   RowTileRows<true> rows;
-  TokenRange readable;  // from the first token that some row sees to the end of the row group's: these are in the
-                        // cache, whether seen or not
+  TokenRange readable;  // from the first token that some row sees to the end of the row group's tokens: all of them
+                        // are in the cache, seen or not
   int32_t kv_begin;     // as RowTile's
   int32_t num_kv_tiles;
   int32_t kind;
@@ -57,19 +57,19 @@ struct LoadedRowTile {
     num_kv_tiles = tile.num_kv_tiles;
     kind = tile.kind;
     group = tile.group;
-    const RowGroup& group = params.schedule.groups[tile.group];
-    const Level& level = params.schedule.header->levels[group.level];
-    pages = GroupPages(group, level);
+    const RowGroup& row_group = params.schedule.groups[tile.group];
+    const Level& level = params.schedule.header->levels[row_group.level];
+    pages = GroupPages(row_group, level);
     visibility = level.visibility;
-    rows = RowTileRows<true>(params.schedule, tile, group, params.group_size.divisor);
-    const TokenRange all{0, params.num_pages > 0 ? group.kv_len : 0};
+    rows = RowTileRows<true>(params.schedule, tile, row_group, params.group_size.divisor);
+    const TokenRange all{0, params.num_pages > 0 ? row_group.kv_len : 0};
     readable = visibility.seen_by_any(rows.position(0, params.group_size),
                                       rows.position(rows.count - 1, params.group_size), all);
     readable.end = all.end;
   }
 
-  /// Takes the tokens from DequantizedKv, if the plan has placed them. No page is looked up then: to save registers,
-  /// `pages` holds the row of token 0.
+  /// Takes the tokens from DequantizedKv, if the plan has placed them. No page is looked up then. To save registers,
+  /// `pages` marks this with entry_step 0, and table_begin is the row of token 0.
   __device__ __forceinline__ void find_dequantized(const TmaParams& params) {
     const RowGroup& row_group = params.attention.schedule.groups[group];
     if (!params.has_dequantized || row_group.dequantized_row < 0) return;
@@ -109,7 +109,7 @@ struct WorkItem {
   /// The KV tiles from the cursor to the end of its pair, or of the interval. `kv_begin_`: where the one under the
   /// cursor begins.
   __device__ __forceinline__ WorkItem(const LoadedRowTile& tile, const WorkCursor& cursor, int32_t kv_begin_) {
-    const int32_t end = cursor.last_kv_tile(tile.num_kv_tiles);
+    const int32_t end = cursor.end_kv_tile(tile.num_kv_tiles);
     rows = tile.rows;
     readable = tile.readable;
     num_kv_tiles = end - cursor.now.kv_tile;

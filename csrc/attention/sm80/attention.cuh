@@ -254,7 +254,7 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
   const int first_column = kIsWide ? static_cast<int>(threadIdx.x / 32) * kColumns : 0;
   const uint32_t first_value = warp.first_token * Values::kRowBytes + first_column * Element::kBytes;
   int32_t token = first.token + warp.first_token;  // this warp's first one of the KV tile
-  const int32_t num_kv_tiles = cursor.last_kv_tile(row_tile.num_kv_tiles) - cursor.now.kv_tile;
+  const int32_t num_kv_tiles = cursor.end_kv_tile(row_tile.num_kv_tiles) - cursor.now.kv_tile;
 
   for (int32_t left = num_kv_tiles; left > 0; --left) {
     const uint32_t k_stage = kv + ring.pair * layout.pair_bytes;
@@ -320,7 +320,7 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
   }
 
   const RowTileRows<kManyLevels> rows(params.schedule, cursor.now.tile, params.group_size.divisor);
-  const bool ends_inside = cursor.last_kv_tile(row_tile.num_kv_tiles) < row_tile.num_kv_tiles;
+  const bool ends_inside = cursor.end_kv_tile(row_tile.num_kv_tiles) < row_tile.num_kv_tiles;
   using OutElement = typename Traits::OutElement;
   using Target = OutputTarget<OutElement, kManyLevels, Variant>;
   const Target target(params, rows, row_tile.group, cursor.now.head, cursor.now.kv_tile > 0, ends_inside, requests);

@@ -374,7 +374,7 @@ struct KvLoader {
   /// Moves to the next KV tile of the interval. Returns whether it belongs to another row tile, perhaps with another
   /// page table.
   __device__ __forceinline__ bool advance() {
-    if (!more || ++cursor.now.kv_tile < cursor.last_kv_tile(store.get().num_kv_tiles)) return false;
+    if (!more || ++cursor.now.kv_tile < cursor.end_kv_tile(store.get().num_kv_tiles)) return false;
     const int32_t tile = cursor.now.tile;
     cursor.next_pair(params.num_kv_heads);
     if (!cursor.done() && cursor.now.tile == tile) return false;

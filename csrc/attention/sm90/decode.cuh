@@ -50,9 +50,9 @@ struct Decode {
   static constexpr int kQkColumns = Traits::Shape::kQkMultiplied;
   static constexpr int kTileParts = kDequantizesInRegisters ? Shared::kParts : Shared::kTileParts;
   static constexpr bool kHasSecondStage = kTileParts > Shared::kParts;
-  static_assert(!Traits::kTuning.has_third_consumer || Shared::kTileParts == Shared::kParts, "as skip() frees tiles");
-  static constexpr int kTokens = Shared::kPartTokens / 4;  // of a KV tile, that a warp takes
-  static constexpr int kFreedFor = 2;  // warps: its own, and one of the warpgroup that does not read the part
+  static_assert(!Traits::kTuning.has_third_consumer || Shared::kTileParts == Shared::kParts, "PreparedTiles::skip()");
+  static constexpr int kTokens = Shared::kPartTokens / 4;  // tokens of a KV tile that a warp takes
+  static constexpr int kFreedFor = 2;  // warps: this one, and one of the warpgroup that does not read the part
 
   /// How the warps share an item: all have the same 16 rows, and 16 or more tokens each of a part of a KV tile.
   struct Layout {
@@ -90,7 +90,7 @@ struct Decode {
     if constexpr (kDequantizesInRegisters) held.load(q);
 
     int32_t token = Walk::enter(Walk::first(params, item), rows) + row;
-    KvTileStart next{token, false};  // where the next iteration's KV tile begins
+    KvTileStart next{token, false};  // the next iteration's KV tile, set before it is read; used only if kSkipsTiles
     for (int tile = 0; tile < item.num_kv_tiles; ++tile,
              token = kSkipsTiles ? Walk::enter(next, rows) + row : token + Walk::kStep,
              ring.kv = ring.kv.ahead(2 * kTileParts)) {

@@ -23,7 +23,7 @@ constexpr KernelCosts kCosts{
     .forest = 1000,
 };
 
-/// Batch invariant plans cut no pair of a small row tile: what these cost was measured by itself (ADR 6).
+/// Batch-invariant plans do not cut pairs of small row tiles, whose costs were measured separately (ADR 6).
 constexpr KernelCosts costs_of_whole_pairs() {
   KernelCosts costs = kCosts;
   costs.pair[0] = costs.pair[1] = costs.pair[kNumTileKinds] = costs.pair[kNumTileKinds + 1] = 8;
@@ -31,8 +31,8 @@ constexpr KernelCosts costs_of_whole_pairs() {
   return costs;
 }
 
-/// Its two kernels: K and V are loaded by boxes, each inside one page, or row by row. Wide heads over an 8-bit cache
-/// have the first only, which is another one: its producer widens rows.
+/// The design's two kernels. One loads K and V by boxes, each inside one page; the other loads them row by row. Wide
+/// heads over an 8-bit cache have only the first, with a producer that dequantizes rows (DequantizingCopier).
 enum Kernel : int32_t { kByBoxes = 0, kByRows = 1 };
 
 /// Largest power of two, up to 2^12, that divides the strides between rows of K and V; kRowsTooFarApart if a row lies

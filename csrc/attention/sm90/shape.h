@@ -28,8 +28,8 @@ ATTN_HD constexpr Tuning first_for(const Tuning (&tunings)[kCount], HeadDims dim
   return Tuning{};
 }
 
-/// Whether row tiles of 16 rows multiply the numbers of a 4-bit cache as they are stored (packed_decode.cuh). Products
-/// with scales of kMxFp4, which are exponents, need bf16.
+/// Whether row tiles of 16 rows decode from packed tiles of a 4-bit cache (packed_decode.cuh). Products with scales of
+/// kMxFp4, which are exponents, need bf16.
 ATTN_HD constexpr bool decodes_packed(HeadDims dims, KvForm kv) {
   return (kv.dtype == DataType::kInt4 || kv.dtype == DataType::kNvFp4 ||
           (kv.dtype == DataType::kMxFp4 && kv.is_for_bf16)) &&

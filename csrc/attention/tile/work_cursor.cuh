@@ -27,7 +27,7 @@ struct WorkCursor {
   __device__ __forceinline__ bool in_last_pair() const { return now.tile == end.tile && now.head == end.head; }
 
   /// The KV tile after the last one of the current pair that belongs to this CTA.
-  __device__ __forceinline__ int32_t last_kv_tile(int32_t num_kv_tiles) const {
+  __device__ __forceinline__ int32_t end_kv_tile(int32_t num_kv_tiles) const {
     return in_last_pair() ? end.kv_tile : num_kv_tiles;
   }
 

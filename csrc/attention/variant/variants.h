@@ -2,7 +2,7 @@
 //
 // Kernels are templates over a variant. The standard kernels have StandardVariant. Any other is the struct
 // UserVariant, which attn_backend/variants/cpp.py writes from a user's functions or C++; its text is compiled in front
-// of the kernel's. WithSinks, WithRotation, WithScales, WithScaledLoads and WithTokenScales wrap both.
+// of the kernel's. WithSinks, WithRotation, WithScales, WithScaledLoads and WithTokenScales wrap either of them.
 //
 // A variant is a struct derived from VariantBase that has any of
 // - Params: plain data, at most VariantParams::kBytes, the same for a whole launch;
@@ -187,8 +187,9 @@ struct WithScaledLoads : Variant {
   ATTN_HD WithScaledLoads(const Params& params, int32_t kv_head) : Variant(params.variant, kv_head) {}
 };
 
-/// A variant over a cache with TokenScales. They multiply rows where these are dequantized to 16 bits. In decodes that
-/// multiply stored numbers, they multiply scores and probabilities (sm90/decode.cuh).
+/// A variant over a cache with TokenScales. They multiply rows where these are dequantized to 16 bits. In Hopper's
+/// decode, scales of int8, e4m3 and int4 multiply scores and probabilities (sm90/decode.cuh, sm90/packed_decode.cuh),
+/// scales of FP4 the numbers (sm90/fp4_numbers.cuh).
 template <class Variant>
 struct WithTokenScales : Variant {
   static constexpr bool kHasTokenScales = true;
@@ -201,7 +202,7 @@ struct WithTokenScales : Variant {
   ATTN_HD WithTokenScales(const Params& params, int32_t kv_head) : Variant(params.variant, kv_head) {}
 };
 
-/// Where the variant's Params lie in the Params of the three.
+/// Where the variant's Params lie in the Params of WithScales, WithScaledLoads and WithTokenScales.
 constexpr int32_t kScalesBytes = sizeof(AttentionScales);
 
 /// The variant that a cache's scales were added to.
