@@ -5,6 +5,11 @@
 
 namespace attn {
 
+/// The order matters. These functions compare the numbers:
+/// - has_8_bits(): from kFloat8E4M3 on;
+/// - is_integer in set_scales() (runtime/append.cpp), types whose caches always have TokenScales: from kInt8 on;
+/// - has_4_bits(): from kInt4 on;
+/// - has_block_scales(): from kNvFp4 on.
 enum class DataType : int32_t {
   kFloat32 = 0,
   kFloat16 = 1,
@@ -13,7 +18,7 @@ enum class DataType : int32_t {
   kFloat8E5M2 = 4,
   kScaledLatent = 5,  // bytes of rows of MLA's latents: cache/kv_cache.h
   kInt8 = 6,          // of caches with TokenScales
-  // Of such caches: a byte has two columns.
+  // of caches with TokenScales; a byte has two columns
   kInt4 = 7,
   kNvFp4 = 8,  // e2m1; a block of columns has an e4m3 scale
   kMxFp4 = 9   // e2m1; a block of columns has an e8m0 scale

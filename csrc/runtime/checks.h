@@ -122,19 +122,26 @@ inline void check_shape(const char* name, const TensorView& tensor, std::initial
 }
 
 inline DLDataType dl_dtype(DataType dtype) {
-  constexpr DLDataType kDtypes[] = {
-      kFloat32,                  // in the order of DataType
-      {kDLFloat, 16, 1},         // kFloat16
-      {kDLBfloat, 16, 1},        // kBFloat16
-      {kDLFloat8_e4m3fn, 8, 1},  // kFloat8E4M3
-      {kDLFloat8_e5m2, 8, 1},    // kFloat8E5M2
-      {kDLUInt, 8, 1},           // kScaledLatent
-      {kDLInt, 8, 1},            // kInt8
-      {kDLUInt, 8, 1},           // kInt4
-      {kDLUInt, 8, 1},           // kNvFp4
-      {kDLUInt, 8, 1},           // kMxFp4
-  };
-  return kDtypes[static_cast<int32_t>(dtype)];
+  switch (dtype) {
+    case DataType::kFloat32:
+      return kFloat32;
+    case DataType::kFloat16:
+      return {kDLFloat, 16, 1};
+    case DataType::kBFloat16:
+      return {kDLBfloat, 16, 1};
+    case DataType::kFloat8E4M3:
+      return {kDLFloat8_e4m3fn, 8, 1};
+    case DataType::kFloat8E5M2:
+      return {kDLFloat8_e5m2, 8, 1};
+    case DataType::kInt8:
+      return {kDLInt, 8, 1};
+    case DataType::kScaledLatent:
+    case DataType::kInt4:
+    case DataType::kNvFp4:
+    case DataType::kMxFp4:
+      return kUInt8;
+  }
+  refuse("DataType", static_cast<int32_t>(dtype), "a value of the enum");
 }
 
 /// The one of `known` that a dtype is, if it is one of them.
