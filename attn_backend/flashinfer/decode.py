@@ -172,9 +172,11 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             self._check_batch_size(batch_size)
         indptr, indices = pages_from_zero(indptr, indices)
         names = ("indices", "paged_kv_indices_buffer")
-        self._paged_kv_indices_buf = self._kept(self._paged_kv_indices_buf, indices, non_blocking, names)
-        self._paged_kv_indptr_buf = self._kept(self._paged_kv_indptr_buf, indptr, non_blocking)
-        self._paged_kv_last_page_len_buf = self._kept(
+        self._paged_kv_indices_buf = self._plan_tensor(
+            self._paged_kv_indices_buf, indices, non_blocking, names
+        )
+        self._paged_kv_indptr_buf = self._plan_tensor(self._paged_kv_indptr_buf, indptr, non_blocking)
+        self._paged_kv_last_page_len_buf = self._plan_tensor(
             self._paged_kv_last_page_len_buf, last_page_len, non_blocking
         )
         self._q_len_per_req = q_len_per_req

@@ -369,12 +369,14 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
             self._check_fixed(batch_size)
         paged_kv_indptr, paged_kv_indices = pages_from_zero(paged_kv_indptr, paged_kv_indices)
         names = ("paged_kv_indices", "paged_kv_indices_buf")
-        self._paged_kv_indices_buf = self._kept(
+        self._paged_kv_indices_buf = self._plan_tensor(
             self._paged_kv_indices_buf, paged_kv_indices, non_blocking, names
         )
-        self._qo_indptr_buf = self._kept(self._qo_indptr_buf, qo_indptr, non_blocking)
-        self._paged_kv_indptr_buf = self._kept(self._paged_kv_indptr_buf, paged_kv_indptr, non_blocking)
-        self._paged_kv_last_page_len_buf = self._kept(
+        self._qo_indptr_buf = self._plan_tensor(self._qo_indptr_buf, qo_indptr, non_blocking)
+        self._paged_kv_indptr_buf = self._plan_tensor(
+            self._paged_kv_indptr_buf, paged_kv_indptr, non_blocking
+        )
+        self._paged_kv_last_page_len_buf = self._plan_tensor(
             self._paged_kv_last_page_len_buf, paged_kv_last_page_len, non_blocking
         )
         self._keep_mask(packed, mask_indptr, non_blocking)
@@ -607,8 +609,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
         )
         if self._use_cuda_graph:
             self._check_fixed(batch_size)
-        self._qo_indptr_buf = self._kept(self._qo_indptr_buf, qo_indptr, non_blocking)
-        self._kv_indptr_buf = self._kept(self._kv_indptr_buf, kv_indptr, non_blocking)
+        self._qo_indptr_buf = self._plan_tensor(self._qo_indptr_buf, qo_indptr, non_blocking)
+        self._kv_indptr_buf = self._plan_tensor(self._kv_indptr_buf, kv_indptr, non_blocking)
         self._keep_mask(packed, mask_indptr, non_blocking)
         self._sm_scale = sm_scale
         self._table = PageTable.ragged(self._kv_indptr_buf)

@@ -42,7 +42,7 @@ from .jit.attention import has_sinks, jit_variant
 _LEAST_ROWS = 1024
 _LEAST_BATCH = 64
 _ROWS_UNKNOWN = 8192  # if qo_indptr is on a GPU: reading it would wait for the device
-_KEPT_PER_THREAD = 32
+_ATTENTIONS_PER_THREAD = 32
 
 Args = Mapping[str, Tensor | float | int]
 
@@ -424,12 +424,12 @@ def _room(wanted: int, least: int) -> int:
     return max(least, 1 << max(wanted - 1, 0).bit_length())
 
 
-class _Kept(threading.local):
+class _ThreadCache(threading.local):
     def __init__(self) -> None:
-        self.of_calls: OrderedDict[object, PlannedAttention] = OrderedDict()
+        self.attentions: OrderedDict[object, PlannedAttention] = OrderedDict()
 
 
-_kept = _Kept()
+_thread_cache = _ThreadCache()
 
 
 def attention_of_call(device: torch.device, heads: Heads, logits: Logits, scales: Scales) -> PlannedAttention:
@@ -438,11 +438,11 @@ def attention_of_call(device: torch.device, heads: Heads, logits: Logits, scales
     """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = (device, stream, heads, logits.variant(heads, frozenset(scales.params)))
-    attention = _kept.of_calls.pop(key, None) or PlannedAttention(device)
-    _kept.of_calls[key] = attention
+    attention = _thread_cache.attentions.pop(key, None) or PlannedAttention(device)
+    _thread_cache.attentions[key] = attention
     attention.with_scales(*scales.params)
-    if len(_kept.of_calls) > _KEPT_PER_THREAD:
-        _kept.of_calls.popitem(last=False)
+    if len(_thread_cache.attentions) > _ATTENTIONS_PER_THREAD:
+        _thread_cache.attentions.popitem(last=False)
     return attention
 
 
@@ -473,7 +473,7 @@ class Wrapper:
 
     # Of the last plan.
     _heads: Heads
-    _batch = 0  # requests
+    _batch_size = 0
     _first_row = 0  # rows of Q before it belong to no request
     _rows: int | None  # after _first_row; None: not known to the host
     _run: Callable[..., Any]
@@ -541,7 +541,7 @@ class Wrapper:
                 f"{self._fixed_batch_size}, that of the buffers, with use_cuda_graph=True",
             )
 
-    def _kept(
+    def _plan_tensor(
         self, buffer: Any, tensor: Tensor, non_blocking: bool, names: tuple[str, str] | None = None
     ) -> Tensor:
         """A plan's tensor on the device, with CUDA graphs in its buffer.
@@ -579,10 +579,10 @@ class Wrapper:
     def _plan_view(self, view: BSRView | Composition, logits: Logits) -> None:
         """Plans a view with the options of the last plan()."""
         self._of_tensors = None  # their meaning depends on the heads and the batch
-        self._batch = view.batch_size if isinstance(view, BSRView) else view.levels[-1].batch_size
+        self._batch_size = view.batch_size if isinstance(view, BSRView) else view.levels[-1].batch_size
         if isinstance(self._sm_scale, Tensor) and not is_number(self._sm_scale):
             if self._jit is None:
-                check_scale_of_requests(self._sm_scale, self._batch)
+                check_scale_of_requests(self._sm_scale, self._batch_size)
             self._planned.with_scales("sm_scales")
         if self._has_sinks:
             self._planned.with_sinks()
@@ -651,7 +651,7 @@ class Wrapper:
         known = self._of_tensors
         if known is not None and known[0] is scale and known[1] is q_scale and known[2] is k_scale:
             return known[3]
-        made = scaled(self._heads, self._batch, scale, q_scale, k_scale)
+        made = scaled(self._heads, self._batch_size, scale, q_scale, k_scale)
         are_read = all(
             any(tensor is part for part in made)
             for tensor in (scale, q_scale, k_scale)

@@ -1,5 +1,5 @@
-"""The table of all kernels that are built ahead of time, used by the build, the lookup, the wheel,
-`attn-backend doctor` and the tests.
+"""The table of all kernels that are built ahead of time, and the sources of kernels that are compiled on
+first use. The build, the lookup, the wheel, `attn-backend doctor` and the tests use it.
 
 The source of a kernel is generated here from a template: the types and sizes that it is compiled for, and an
 include of the `.cu` file with its entry.
@@ -112,7 +112,7 @@ class HeadDims(NamedTuple):
             return False
         if kv_element == "latent":
             return self == MLA_HEAD_DIMS
-        if any(dim % FOUR_BIT_COLUMNS.get(kv_element or "", 1) for dim in self):
+        if any(dim % FOUR_BIT_ELEMENT_COLUMNS.get(kv_element or "", 1) for dim in self):
             return False
         return self.runs_on_cuda and not (self.is_wide and kv_element in TOKEN_ELEMENTS)
 
@@ -161,7 +161,7 @@ TOKEN_ELEMENTS = {
     "nvfp4": "NvFp4",
     "mxfp4": "MxFp4",
 }
-FOUR_BIT_COLUMNS = {"int4_tokens": 32, "nvfp4": 64, "mxfp4": 64}  # heads have a multiple
+FOUR_BIT_ELEMENT_COLUMNS = {"int4_tokens": 32, "nvfp4": 64, "mxfp4": 64}  # columns of a head: a multiple
 DEQUANTIZED_ELEMENTS = {"e4m3": "Float8E4M3", "e5m2": "Float8E5M2"} | TOKEN_ELEMENTS
 CUDA_KV_ELEMENTS = DEQUANTIZED_ELEMENTS | {"latent": "ScaledLatent"}
 KV_ELEMENT_NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "uint8": "latent"}  # by torch's names
@@ -310,9 +310,9 @@ class Kernel:
     source: str
 
 
-def attention_name(design: str, shape: KernelShape, variant: str = "standard") -> str:
-    """design: a value of Design.cubins."""
-    return f"attention_{design}_{shape}_{variant}"
+def attention_name(stem: str, shape: KernelShape, variant: str = "standard") -> str:
+    """stem: a value of Design.cubins."""
+    return f"attention_{stem}_{shape}_{variant}"
 
 
 def kv_element_of(kv_dtype: str | None, dtype: str, token_scales: bool = False) -> str | None:
@@ -605,8 +605,8 @@ using KernelElement = $element;
 """)
 
 
-def attention_source(design: str, shape: KernelShape, variant_type: str) -> str:
-    """design: a value of Design.cubins."""
+def attention_source(stem: str, shape: KernelShape, variant_type: str) -> str:
+    """stem: a value of Design.cubins."""
     element, dims, kv_element, float8_q, float8_out, rotation = shape
     has_8_bits = kv_element in CUDA_KV_ELEMENTS
     # An 8-bit cache is dequantized to Q's type; Q of another 16-bit type is converted to the cache's.
@@ -634,7 +634,7 @@ def attention_source(design: str, shape: KernelShape, variant_type: str) -> str:
         "sm80": (_SM80_ATTENTION, ""),
         "sm90": (_SM90_ATTENTION, "BoxCopier"),
         "sm90_gather": (_SM90_ATTENTION, "RowCopier"),
-    }[design]
+    }[stem]
     if copier and dims.is_wide and has_8_bits:
         copier = "DequantizingCopier"
     gathers = ", true" if copier == "RowCopier" else ""
@@ -709,21 +709,23 @@ def late_append(name: str) -> tuple[str, str | None, bool] | None:
 def compile_options(name: str) -> str:
     """The `attn-backend compile` options for a kernel that is not built ahead of time."""
     if (append := late_append(name)) is not None:
-        return float8_options(append[1], False, False, append[2])
+        return cache_options(append[1], False, False, append[2])
     shape = shape_of(name)
     if shape is None:
         return ""
-    return f" --head-dim {shape.dims}{float8_options(*shape[2:])}"
+    return f" --head-dim {shape.dims}{cache_options(*shape[2:])}"
 
 
-def float8_options(kv_element: str | None, float8_q: bool, float8_out: bool, rotation: bool = False) -> str:
-    """The `attn-backend compile` options for 8-bit caches, queries and outputs, and for rotated caches."""
+def cache_options(kv_element: str | None, float8_q: bool, float8_out: bool, rotation: bool = False) -> str:
+    """The `attn-backend compile` options for caches of another type, rotated caches, and 8-bit queries and
+    outputs.
+    """
     of_cache = (
         ""
         if kv_element is None
         else f" --kv-dtype {kv_dtype_of(kv_element)}{' --float8-q' if float8_q else ''}"
     )
-    if kv_element in TOKEN_ELEMENTS and kv_element not in FOUR_BIT_COLUMNS:
+    if kv_element in TOKEN_ELEMENTS and kv_element not in FOUR_BIT_ELEMENT_COLUMNS:
         of_cache += " --token-scales"
     return f"{of_cache}{' --float8-out' if float8_out else ''}{' --rotation' if rotation else ''}"
 

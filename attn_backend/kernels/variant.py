@@ -457,7 +457,7 @@ class AttentionVariant:
         """The command that compiles the variant ahead of time, for messages."""
         place, note = place_of(self._given)
         on_gpu = self._target != "cpu"
-        options = manifest.float8_options(
+        options = manifest.cache_options(
             self._kv_element,
             self._float8_q and on_gpu,
             self._float8_out and on_gpu,
