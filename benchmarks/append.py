@@ -1,6 +1,6 @@
 """The work between a layer's projection and its attention: norm of the heads of Q and K, rotary embedding,
-append to a bf16 or e4m3 cache, to int8 with a scale for each token and head, and to 4-bit caches (int4 with
-rotated heads). Compares `append_qkv` with the peers' kernels.
+append. Caches: bf16, e4m3, int8 with a scale for each token and head, int4 (with rotated heads) and NVFP4.
+Compares `append_qkv` with the peers' kernels.
 
 Peers, if installed: vLLM (fused_qk_norm_rope or rotary_embedding, then reshape_and_cache_flash), and
 FlashInfer (rope_quantize_fp8_append_paged_kv_cache), which has no norm and also rounds Q to 8 bits. One

@@ -23,7 +23,7 @@ struct KvForm {
   int32_t element_bytes;
   bool multiplies_float8;  // prefill multiplies 8-bit elements as they are (sm90/float8_prefill.cuh)
   bool has_token_scales;   // TokenScales
-  DataType dtype;          // of 4 bits; others are all alike
+  DataType dtype;          // kFloat32 if the cache has no 4-bit type
   bool is_for_bf16;        // products take bf16 numbers
   ATTN_HD constexpr KvForm(int32_t element_bytes_, bool multiplies_float8_ = false, bool has_token_scales_ = false,
                            DataType dtype_ = DataType::kFloat32, bool is_for_bf16_ = false)

@@ -162,7 +162,7 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
   constexpr bool kToInt4 = kRounding == Rounding::kToInt4, kToFp4 = kRounding == Rounding::kToFp4;
   constexpr bool kTo4Bits = kToInt4 || kToFp4, kQuantizes = kRounding != Rounding::k16Bits;
   constexpr bool kScalesTokens = kRounding == Rounding::kByTokenScales || kToInt4;
-  constexpr bool kTakesHeads = kRotates || kToFp4;  // of K and V, whole, through shared memory
+  constexpr bool kTakesHeads = kRotates || kToFp4;  // K and V go through shared memory, one head at a time
   constexpr int32_t kSize = half_chunk(kKernel);
   constexpr bool kAligned = kKernel != QkvKernel::kGeneral, kNormalizes = kKernel != QkvKernel::kPlain;
   const int32_t lanes = 1 << p.lane_bits;
@@ -356,6 +356,7 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
     }
   }
   const bool finds_scales = kScalesTokens && !kTakesHeads && has_kv;
+  // Warps with heads of K or V have returned. This removes the code for them below.
   if (kTakesHeads && !is_q) __builtin_unreachable();
   if (finds_scales) {
     if constexpr (kToInt4) {
@@ -461,7 +462,8 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
 
 /// As many CTAs share a multiprocessor as fit without spilled registers.
 constexpr bool kKernelTakesHeads = kKernelRotates || kKernelRounding == Rounding::kToFp4;  // through shared memory
-constexpr int kPlainCtasPerSm = kKernelTakesHeads                      ? 6
+constexpr int kPlainCtasPerSm = kKernelRounding == Rounding::kToFp4    ? 5
+                                : kKernelTakesHeads                    ? 6
                                 : kKernelRounding == Rounding::k16Bits ? 9
                                 : kKernelRounding == Rounding::kToInt4 ? 7
                                                                        : 8;

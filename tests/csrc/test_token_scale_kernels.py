@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import host_planner
 import numpy
 import pytest
 import torch
+import variant_sources
 from device_attention import CACHES, KERNELS, DeviceAttention
 from float8_cases import (
+    FOUR_BITS,
     FP4_DTYPES,
     INT4,
     MXFP4,
@@ -21,6 +24,7 @@ from float8_cases import (
     ROUNDED_TOLERANCE,
     TOKEN_DTYPES,
     Float8Case,
+    block_values,
     lse_tolerance_of_rounded_k,
     rounding,
 )
@@ -146,6 +150,28 @@ def test_variants_without_softmax(emulated: Path, kernel: str, stored: torch.dty
     problem.check(case.out, None, kernel, rounding(exact, variant, spec.dtype))
 
 
+@pytest.mark.parametrize("stored", FOUR_BITS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_weights_of_any_size(emulated: Path, kernel: str, stored: str) -> None:
+    """Without softmax they may be too small or too large for f16."""
+    sigmoid = builtin.sigmoid(-14.0)
+    squared = variant_sources.SQUARED
+    for variant, exact, q_factor in (
+        (sigmoid, by_reference(sigmoid, {}), 1),
+        (squared, variant_sources.SQUARED_ORACLE, 60),
+        (squared, variant_sources.SQUARED_ORACLE, 300),
+    ):
+        spec = cases.Spec((1, 3, 1), (70, 90, 30), num_kv_heads=2, group_size=2, head_dim=64, num_ctas=3)
+        problem = Float8Case(spec, "cpu", stored, "token", "token")
+        case = problem.case
+        case.q.mul_(q_factor)
+        made = case.attention(kernel=kernel, variant=variant, **problem.options)
+        attention = DeviceAttention(emulated, made, kernel, 0, variant)
+        attention.plan(case.view)
+        case.run(attention, out=case.out, logits_soft_cap=0.0)  # type: ignore[arg-type]
+        problem.check(case.out, None, kernel, exact)
+
+
 @pytest.mark.parametrize("stored", [*TOKEN_DTYPES, *FP4_DTYPES], ids=str)
 def test_a_head_of_q_that_is_not_finite_changes_no_other(emulated: Path, stored: torch.dtype | str) -> None:
     """It shares a row tile with the others."""
@@ -189,6 +215,64 @@ def test_large_scales_of_unused_slots(emulated: Path) -> None:
         run_and_check(problem, emulated, "hopper", 0, cascade=False)
 
 
+def with_block_scales(stored: str, k_codes: range, v_codes: range) -> Float8Case:
+    """Decodes whose blocks have scales with these codes. Q makes up for the largest scale of K."""
+    spec = cases.Spec((1, 3, 1), (200, 90, 130), num_kv_heads=2, group_size=4, head_dim=128, num_ctas=3)
+    problem = Float8Case(spec, "cpu", stored, "token", "token")
+    case, rng = problem.case, numpy.random.default_rng(3)
+    k_scale, v_scale = case.kv.k_scale, case.kv.v_scale
+    assert isinstance(k_scale, BlockScales)
+    assert isinstance(v_scale, BlockScales)
+    nan = 255 if stored == MXFP4 else 127  # of unused slots
+    is_used = k_scale.blocks.view(torch.uint8) != nan
+    usual = float(block_values(k_scale)[is_used].max())
+    for scales, codes in ((k_scale, k_codes), (v_scale, v_codes)):
+        bits = scales.blocks.view(torch.uint8)
+        chosen = torch.from_numpy(rng.integers(codes.start, codes.stop, bits.shape)).to(torch.uint8)
+        bits.copy_(torch.where(bits == nan, bits, chosen))
+    largest = float(block_values(k_scale)[is_used].max())
+    case.q.mul_(2.0 ** round(math.log2(usual / largest)))
+    return problem
+
+
+@pytest.mark.parametrize("v_codes", [range(127), range(1, 8), range(112, 127)], ids=str)
+@pytest.mark.parametrize("k_codes", [range(127), range(1, 8), range(112, 127)], ids=str)
+def test_nvfp4_scales_of_any_size(emulated: Path, k_codes: range, v_codes: range) -> None:
+    """Products with numbers may be subnormal: none of them is rounded."""
+    run_and_check(with_block_scales(NVFP4, k_codes, v_codes), emulated, "hopper", 0, cascade=False)
+
+
+@pytest.mark.parametrize("v_codes", [range(80, 207), range(80, 84), range(203, 207)], ids=str)
+@pytest.mark.parametrize("k_codes", [range(80, 207), range(80, 84), range(203, 207)], ids=str)
+def test_mx_scales_of_any_size(emulated: Path, k_codes: range, v_codes: range) -> None:
+    """From 2^-47 to 2^79."""
+    run_and_check(with_block_scales(MXFP4, k_codes, v_codes), emulated, "hopper", 0, cascade=False)
+
+
+@pytest.mark.parametrize("group_size", [4, 10])
+@pytest.mark.parametrize("highest", [9.0, 20.0, 60.0])
+@pytest.mark.parametrize("stored", FP4_DTYPES)
+def test_scores_that_rise(emulated: Path, stored: str, highest: float, group_size: int) -> None:
+    """Probabilities of later tokens are larger than those at the maximum that a row keeps, and finite."""
+    tokens = 900
+    spec = cases.Spec(
+        (1,), (tokens,), num_kv_heads=1, group_size=group_size, head_dim=64, page_size=16, num_ctas=1
+    )
+    problem = Float8Case(spec, "cpu", stored, "token", "token")
+    case = problem.case
+    scales = case.kv.k_scale
+    assert isinstance(scales, BlockScales)
+    case.k_slots.fill_(0.5)
+    case.kv.k.fill_(0x22)  # 1.0
+    first, last = (119, 127) if stored == MXFP4 else (8, 126)  # smallest and largest normal numbers of e4m3
+    own = case.slots[0]
+    codes = first + (last - first) * torch.arange(tokens) // (tokens - 1)
+    scales.blocks.view(torch.uint8)[own // 16, own % 16] = codes.to(torch.uint8)[:, None, None]
+    largest = float(block_values(scales)[own[-1] // 16, own[-1] % 16].max())
+    case.q.fill_(highest / (spec.head_dim**0.5 * largest))
+    run_and_check(problem, emulated, "hopper", 0, cascade=False)
+
+
 @pytest.mark.parametrize("cache", CACHES)
 def test_forms_of_caches(emulated: Path, cache: str) -> None:
     """Hopper's producer finds the scales of rows that TMA loads in boxes, in runs, and that are gathered."""
@@ -214,11 +298,11 @@ def test_forms_of_caches(emulated: Path, cache: str) -> None:
         run_and_check(problem, emulated, "hopper", number, wants_lse=False, cascade=False)
 
 
-@pytest.mark.parametrize("stored", [torch.int8, *FP4_DTYPES], ids=str)
+@pytest.mark.parametrize("stored", [torch.int8, *FOUR_BITS], ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_heads_of_different_widths(emulated: Path, kernel: str, stored: torch.dtype | str) -> None:
     """Their scales of blocks have different numbers of words."""
-    for number, (head_dim, head_dim_v) in enumerate([(192, 128), (64, 128)]):
+    for number, (head_dim, head_dim_v, page_size) in enumerate([(192, 128, 16), (64, 128, 1), (64, 128, 16)]):
         spec = cases.Spec(
             (1, 70, 3),
             (200, 90, 130),
@@ -227,7 +311,7 @@ def test_heads_of_different_widths(emulated: Path, kernel: str, stored: torch.dt
             head_dim=head_dim,
             head_dim_v=head_dim_v,
             cache_form="pair",
-            page_size=(16, 1)[number],
+            page_size=page_size,
             num_ctas=3,
             seed=number,
         )

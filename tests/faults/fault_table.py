@@ -1093,7 +1093,7 @@ FAULTS = (
         INT4_KERNELS,
     ),
     Fault(
-        "int4 decode: chunks of 64-byte rows are permuted as if rows had 128 bytes",
+        "packed decode: chunks of 64-byte rows are permuted as if rows had 128 bytes",
         "csrc/attention/sm90/packed_decode.cuh",
         "row & (tma_params.has_token_pairs ? 7 : 3)",
         "row & 7",
@@ -1121,6 +1121,20 @@ FAULTS = (
         ("tests/csrc/test_token_scale_kernels.py", "-k", "large_scales"),
     ),
     Fault(
+        "MX decode: scales above 2 are 2",
+        "csrc/attention/sm90/fp4_numbers.cuh",
+        "(254 - 48) * kHalves)",
+        "128 * kHalves)",
+        ("tests/csrc/test_token_scale_kernels.py", "-k", "mx_scales_of_any_size"),
+    ),
+    Fault(
+        "packed decode: probabilities may be larger than f16 numbers",
+        "csrc/attention/sm90/packed_decode.cuh",
+        "maximum[b][r] > kSlack;",
+        "maximum[b][r] > kSlack + 3.0f;",
+        ("tests/csrc/test_token_scale_kernels.py", "-k", "scores_that_rise and nvfp4"),
+    ),
+    Fault(
         "NVFP4 decode: second half of the scales is not copied",
         "csrc/attention/feed/kv_copiers.cuh",
         "first < (Traits::kTakesPacked ? 2 : 1) * kChunks",
@@ -1128,7 +1142,7 @@ FAULTS = (
         ("tests/csrc/test_token_scale_kernels.py", "-k", "at_their_end and nvfp4"),
     ),
     Fault(
-        "int4 decode: both warps that load K load the same tiles",
+        "packed decode: both warps that load K load the same tiles",
         "csrc/attention/feed/kv_copiers.cuh",
         "packed ? 2 * i + (share.first_token != 0 ? 1 : 0) : i",
         "packed ? 2 * i : i",

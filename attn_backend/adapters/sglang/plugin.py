@@ -243,7 +243,7 @@ _reads: ContextVar[tuple[str, str] | None] = ContextVar("attn_backend_name", def
 
 
 def _has_all(checks: Iterable[Check]) -> bool:
-    """Whether this release has these checks; that of FP4 caches may be gone."""
+    """Whether this release has these checks. The check of FP4 caches is optional."""
     return all(
         _exists(path) for check in checks if not check.of_cache for path in (check.function, check.view)
     )

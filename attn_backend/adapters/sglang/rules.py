@@ -42,7 +42,7 @@ REFUSED_PARALLELISM = {  # what to use instead
 _CACHES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2", MXFP4)
 _FP4 = f"--kv-cache-dtype {MXFP4}"
 _OTHER_CACHE = "pass --kv-cache-dtype fp8_e4m3"
-# With FP4, SGLang copies rows to these places without their scales, or hands over K and V alone.
+# With FP4, SGLang copies rows to these places without their scales.
 NOT_WITH_FP4 = (
     *("--enable-hierarchical-cache", "--enable-lmcache", "--enable-flexkv"),
     *("--radix-cache-backend", "--enable-unified-cache-external-linker", "--disaggregation-mode"),

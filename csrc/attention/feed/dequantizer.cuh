@@ -217,7 +217,7 @@ class InPlaceDequantizer {
   template <class Stored, class Wide>
   __device__ __forceinline__ void dequantize_4_bit_rows(char* tile, int part) const {
     constexpr int kChunks = Wide::kBlocks * 2;  // of a row, of 32 numbers
-    constexpr bool kHasFewRegisters = Traits::kTakesPacked && Traits::kKvForm.has_block_scales();
+    constexpr bool kRecomputesAddresses = Traits::kTakesPacked && Traits::kKvForm.has_block_scales();
     static_assert(Share::kTokens % 32 == 0 && Stored::kBlocks == 1 && kChunks <= 8 &&
                   Stored::kRowBytes == Wide::kRowBytes);
 #pragma unroll 1
@@ -232,7 +232,7 @@ class InPlaceDequantizer {
       uint4 next = read(0);
 #pragma unroll 2
       for (int chunk = 0; chunk < kChunks; ++chunk) {
-        if constexpr (kHasFewRegisters) ptx::keep(row);  // addresses of chunks are not
+        if constexpr (kRecomputesAddresses) ptx::keep(row);  // recompute chunk addresses
         const uint32_t words[4] = {next.x, next.y, next.z, next.w};
         if (chunk + 1 < kChunks) next = read(chunk + 1);
         if (Traits::kKvForm.has_block_scales() && chunk % 2 == 0) scale_word = ptx::load_word(scales + chunk / 2 * 4);

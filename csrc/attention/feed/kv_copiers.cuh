@@ -63,7 +63,7 @@ struct KvShare {
       ptx::cp_async_4_or_zero(token_scale(shared, part, number) + word * 4, words + (is_there ? word : 0), is_there);
     }
   }
-  /// Of scales of blocks.
+  /// The factor of a tensor's block scales; 1 for other caches.
   __device__ __forceinline__ float scale_factor(const AttentionParams& params) const {
     if constexpr (Traits::kKvForm.has_block_scales()) {
       const auto& scales = params.variant.template as<typename Traits::Variant::Params>().scales;
@@ -97,8 +97,7 @@ struct KvShare {
 /// tiles at once, while the boxes before them are loaded. With wider heads registers are few: they look up one tile
 /// after another.
 ///
-/// Of the packed tiles of a 4-bit decode (packed_decode.cuh) a warp loads every other one as a whole, to its part of a
-/// stage.
+/// In 4-bit decodes (packed_decode.cuh) a warp loads every other packed tile, whole, into its part of a stage.
 template <class Traits>
 struct BoxCopier {
   static constexpr bool kGathers = false;

@@ -91,7 +91,7 @@ struct MxFp4Pairs {
   __device__ __forceinline__ static uint32_t finite(uint32_t scales) { return scales; }  // as powers() makes them
 
  private:
-  /// The bf16 numbers with the exponents in two halves, plus 48; the largest one for larger exponents, and NaN.
+  /// bf16 2^(exponent + 48 - 127) of each half. Exponents above 206, and NaN, give the largest.
   __device__ __forceinline__ static uint32_t powers(uint32_t exponents) {
     constexpr uint32_t kHalves = 0x10001;
     return ptx::min_u16(exponents, (254 - 48) * kHalves) * 128 + (48 << 7) * kHalves;

@@ -8,7 +8,7 @@
 // - kExponent, kOddExponent: pairs with even i are 2^-kExponent times as large as the numbers, others 2^-kOddExponent
 // - kHasZeroPoints: Keys and Values subtract zero points
 // - kWeighsTokens: a scale of V for each token multiplies probabilities
-// - kHeadroom: probabilities are f16 numbers, up to 2^(kSlack + kHeadroom) as large as at a new maximum
+// - kHeadroom: the probability of a new maximum is 2^kHeadroom
 // - Keys, Values: scales of a warp's tokens, for one step
 //
 // The two warpgroups take KV tiles in turn, their four warps a quarter of the tokens. A stage of the ring has a packed
@@ -47,7 +47,7 @@ __device__ __forceinline__ float over_tokens(float x, const Combine& combine) {
 }
 
 /// Rows of Q, as Multiplied, as the second operand of products. Lane (g, t) has row g of each eight, columns 8t to 8t +
-/// 7 of each 32 in the order of pairs of numbers, divided by what these are multiplied by.
+/// 7 of each 32 in the order of pairs. Columns of odd pairs are divided by 2^(kExponent - kOddExponent).
 template <class Traits, class Numbers, int kEights>
 struct PackedQuery {
   using Element = typename Traits::Element;
@@ -129,7 +129,8 @@ struct PackedQuery {
 template <class Numbers, int kEights, int kColumns>
 struct PackedState {
   static constexpr int kProducts = kColumns / 16;
-  static constexpr float kSlack = 8.0f + Numbers::kHeadroom;  // of WarpState, and room
+  static constexpr float kSlack = 8.0f + Numbers::kHeadroom;  // WarpState's, plus kHeadroom
+  static_assert(!is_same<typename Numbers::Multiplied, Float16> || kSlack < 16.0f, "probabilities are below 2^kSlack");
   float o[kEights][kProducts][4] = {};
   float zeros[kEights][4] = {};
   float maximum[kEights][2];
@@ -279,7 +280,7 @@ struct PackedDecode {
     using State = PackedState<Numbers, kEights, Traits::kVColumns>;
     constexpr int kStep = kEights == 1 ? kTokens : kTokens / 2;  // tokens at a time, as registers allow
     const Shared& shared = ring.shared;
-    const int lane = ptx::lane_id(), row = consumer_warp() % 4 * kTokens;  // of a KV tile
+    const int row = consumer_warp() % 4 * kTokens;  // of a KV tile
     if constexpr (Traits::kRewritesQuery)
       rewrite_query<Traits, kSharingThreads>(params, item, shared.q(q_stage), 0, kWarpRows);
     State state(scores.scale(item));
@@ -332,7 +333,7 @@ struct PackedDecode {
     return place;
   }
 
-  /// Of scales of blocks; of V if is_v.
+  /// The factor of a tensor's block scales; 1 for int4.
   __device__ __forceinline__ float scale_factor(bool is_v) const {
     if constexpr (Traits::kKvForm.has_block_scales()) {
       const auto& scales = params.variant.template as<typename Variant::Params>().scales;

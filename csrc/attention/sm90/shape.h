@@ -146,5 +146,6 @@ static_assert(fit_shared_memory(KvForm(1, false, true), {64, 128, 256}));
 static_assert(fit_shared_memory(KvForm(1, false, true, DataType::kInt4), {64, 128}));
 static_assert(fit_shared_memory(KvForm(1, false, true, DataType::kNvFp4), {64, 128, 192, 256}));
 static_assert(fit_shared_memory(KvForm(1, false, true, DataType::kMxFp4), {64, 128, 192, 256}));
+static_assert(fit_shared_memory(KvForm(1, false, true, DataType::kMxFp4, true), {64, 128}));
 
 }  // namespace attn::sm90

@@ -116,7 +116,7 @@ __device__ __forceinline__ uint32_t mul_f16(uint32_t a, uint32_t b) {
   return d;
 }
 
-/// Products of a pair and one number of another.
+/// Multiplies a pair by number kHalf of `factors`: an instruction can take one half twice.
 template <int kHalf>
 __device__ __forceinline__ uint32_t mul_f16_by(uint32_t pair, uint32_t factors) {
   uint32_t d;
@@ -133,7 +133,7 @@ __device__ __forceinline__ uint32_t mul_f16_by(uint32_t pair, uint32_t factors) 
   return d;
 }
 
-/// The same of bf16 numbers.
+/// mul_f16() for bf16.
 __device__ __forceinline__ uint32_t mul_bf16(uint32_t a, uint32_t b) {
   uint32_t d;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
