@@ -150,19 +150,31 @@ def test_variants_without_softmax(emulated: Path, kernel: str, stored: torch.dty
     problem.check(case.out, None, kernel, rounding(exact, variant, spec.dtype))
 
 
-@pytest.mark.parametrize("stored", FOUR_BITS)
+@pytest.mark.parametrize(
+    ("stored", "scales"),
+    [(torch.float8_e4m3fn, "number"), *((dtype, "token") for dtype in (*TOKEN_DTYPES, *FOUR_BITS))],
+    ids=str,
+)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_weights_of_any_size(emulated: Path, kernel: str, stored: str) -> None:
+def test_weights_of_any_size(emulated: Path, kernel: str, stored: torch.dtype | str, scales: str) -> None:
     """Without softmax they may be too small or too large for f16."""
     sigmoid = builtin.sigmoid(-14.0)
     squared = variant_sources.SQUARED
-    for variant, exact, q_factor in (
-        (sigmoid, by_reference(sigmoid, {}), 1),
-        (squared, variant_sources.SQUARED_ORACLE, 60),
-        (squared, variant_sources.SQUARED_ORACLE, 300),
+    for variant, exact, q_factor, page_size in (
+        (sigmoid, by_reference(sigmoid, {}), 1, 16),
+        (squared, variant_sources.SQUARED_ORACLE, 60, 1),
+        (squared, variant_sources.SQUARED_ORACLE, 300, 16),
     ):
-        spec = cases.Spec((1, 3, 1), (70, 90, 30), num_kv_heads=2, group_size=2, head_dim=64, num_ctas=3)
-        problem = Float8Case(spec, "cpu", stored, "token", "token")
+        spec = cases.Spec(
+            (1, 3, 1),
+            (70, 90, 30),
+            num_kv_heads=2,
+            group_size=2,
+            head_dim=64,
+            page_size=page_size,
+            num_ctas=3,
+        )
+        problem = Float8Case(spec, "cpu", stored, scales, scales)
         case = problem.case
         case.q.mul_(q_factor)
         made = case.attention(kernel=kernel, variant=variant, **problem.options)

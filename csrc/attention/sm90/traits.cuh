@@ -28,14 +28,14 @@ struct HopperTraits : Kernel {
   static constexpr Tuning kTuningOfShape = tuning(Shape::kDims, kKvForm);
   /// The producer dequantizes tiles of 8-bit caches in the ring (feed/dequantizer.cuh).
   static constexpr bool kDequantizesInFeed = kTuningOfShape.dequantized_stages > 0;
-  /// Row tiles for mma.sync could multiply packed tiles of 4-bit numbers. Their weights are f16 numbers, except over
-  /// MX, so they must be probabilities, whose range is known. A producer that gathers has no registers left.
-  static constexpr bool kMayTakePacked = decodes_packed(Shape::kDims, kKvForm) && !kGathers &&
-                                         (Kernel::Variant::kUsesSoftmax || kKvForm.dtype == DataType::kMxFp4);
-  /// Also of row tiles for mma.sync, because a variant transforms them or 4-bit tiles cannot stay packed. Other tiles
-  /// for mma.sync stay as they are stored, and are dequantized in registers.
+  /// Weights may be too large or too small for f16: they are no probabilities, whose range is known.
+  static constexpr bool kHasWideWeights = !Kernel::Variant::kUsesSoftmax && !is_same<typename Kernel::Element, Float16>;
+  /// Also of row tiles for mma.sync. Their weights would be f16 numbers, except over MX, or a variant transforms them,
+  /// or 4-bit tiles cannot stay packed: registers are few, of consumers or of a producer that gathers. Other tiles for
+  /// mma.sync stay as they are stored, and are dequantized in registers.
   static constexpr bool kFeedsAll =
-      kDequantizesInFeed && (Kernel::kTransformsCache || (kKvForm.has_4_bits() && !kMayTakePacked));
+      kDequantizesInFeed && (Kernel::kTransformsCache || (kHasWideWeights && kKvForm.dtype != DataType::kMxFp4) ||
+                             (kKvForm.has_4_bits() && (kGathers || !decodes_packed(Shape::kDims, kKvForm))));
   static constexpr bool kDequantizesInRegisters = kDequantizesInFeed ? !kFeedsAll : Kernel::kDequantizesInRegisters;
   /// TokenScales of tiles that are dequantized in registers lie next to them in shared memory.
   static constexpr bool kSharesTokenScales = Kernel::Variant::kHasTokenScales && kDequantizesInRegisters;
