@@ -44,7 +44,7 @@ COLUMNS = (
     "append alone",
 )
 
-TOKEN_SCALED = {"int8": 128 + 4, "int4": 64 + 4, "nvfp4": 64 + 8}  # bytes of a head, without a peer
+SCALED_HEAD_BYTES = {"int8": 128 + 4, "int4": 64 + 4, "nvfp4": 64 + 8}  # bytes of a head, without a peer
 
 Rows = Callable[[], torch.Tensor]  # launches and returns Q, [tokens, heads, head_dim]
 
@@ -54,20 +54,20 @@ class Line:
     tokens: int
     norm: bool
     cache: torch.dtype = torch.bfloat16
-    form: str = ""  # of TOKEN_SCALED, instead of `cache`
+    form: str = ""  # of SCALED_HEAD_BYTES, instead of `cache`
     qo_heads: int = 32
 
     @property
     def name(self) -> str:
         return (
             f"{self.tokens} tokens, {'norm, ' if self.norm else ''}rope, "
-            f"{'' if self.cache == torch.bfloat16 else 'quantise, '}append{self.form and f' to {self.form}'}"
+            f"{'' if self.cache == torch.bfloat16 else 'quantize, '}append{self.form and f' to {self.form}'}"
         )
 
     @property
     def head_bytes(self) -> int:
         """Bytes of a head of K or V in the cache."""
-        return TOKEN_SCALED[self.form] if self.form else HEAD_DIM * self.cache.itemsize
+        return SCALED_HEAD_BYTES[self.form] if self.form else HEAD_DIM * self.cache.itemsize
 
 
 def cos_sin_table(positions: int, head_dim: int, device: torch.device) -> torch.Tensor:
@@ -185,8 +185,8 @@ class Projected:
     def peers(self) -> dict[str, Callable[[], Rows]]:
         if self.line.form:
             return {}
-        quantises_without_norm = self.line.cache != torch.bfloat16 and not self.line.norm
-        return {"vLLM": self.vllm} | ({"FlashInfer": self.flashinfer} if quantises_without_norm else {})
+        quantizes_without_norm = self.line.cache != torch.bfloat16 and not self.line.norm
+        return {"vLLM": self.vllm} | ({"FlashInfer": self.flashinfer} if quantizes_without_norm else {})
 
     def written(self, run: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         """The results of a call for Q and an empty cache, as numbers. Restores the projection's output."""
@@ -257,7 +257,7 @@ def all_lines() -> list[Line]:
     caches = [
         (torch.bfloat16, ""),
         (torch.float8_e4m3fn, ""),
-        *((torch.uint8, form) for form in TOKEN_SCALED),
+        *((torch.uint8, form) for form in SCALED_HEAD_BYTES),
     ]
     return [
         Line(tokens, norm, dtype, form)

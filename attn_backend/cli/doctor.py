@@ -196,7 +196,7 @@ def _kernels() -> list[Finding]:
 
 
 def _optional(subject: str, found: object, missing: str, advice: str = "") -> Finding:
-    """What works without it, if it is missing."""
+    """A finding about an optional tool. `missing` says what works without it."""
     return Finding("--", subject, missing, advice) if found is None else Finding("ok", subject, str(found))
 
 

@@ -28,7 +28,7 @@ from .arguments import (
 from .decode import BatchDecodeWithPagedKVCacheWrapper
 from .features import not_supported
 from .prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
-from .wrapper import OfWrappers, Wrapper, plain_logits
+from .wrapper import CompositeWrapper, Wrapper, plain_logits
 
 __all__ = [
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
@@ -236,7 +236,7 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
     forward = run
 
 
-class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(OfWrappers):
+class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(CompositeWrapper):
     """Decode with one query per request and a shared prefix in separate tensors. For code that predates
     MultiLevelCascadeAttentionWrapper.
 
@@ -283,7 +283,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(OfWrappers):
         )
 
 
-class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(OfWrappers):
+class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(CompositeWrapper):
     """Prefill with a shared prefix in separate tensors. For code that predates
     MultiLevelCascadeAttentionWrapper.
 

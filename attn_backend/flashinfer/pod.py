@@ -15,12 +15,12 @@ from .arguments import DType, PagedKV
 from .decode import BatchDecodeWithPagedKVCacheWrapper
 from .features import refuse_given
 from .prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
-from .wrapper import OfWrappers
+from .wrapper import CompositeWrapper
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
 
 
-class PODWithPagedKVCacheWrapper(OfWrappers):
+class PODWithPagedKVCacheWrapper(CompositeWrapper):
     """The prefill of one request over its own K and V, and decodes over a paged cache.
 
     Args: as in BatchDecodeWithPagedKVCacheWrapper.
@@ -149,7 +149,7 @@ class PODWithPagedKVCacheWrapper(OfWrappers):
         return out_p, out_d
 
 
-class BatchPODWithPagedKVCacheWrapper(OfWrappers):
+class BatchPODWithPagedKVCacheWrapper(CompositeWrapper):
     """Prefills and decodes over paged caches.
 
     Raises:

@@ -57,7 +57,8 @@ def is_sm100a_supported(device: torch.device) -> bool:
     return False
 
 
-is_sm110a_supported = is_sm100a_supported
+def is_sm110a_supported(device: torch.device) -> bool:
+    return False
 
 
 def has_flashinfer_jit_cache() -> bool:

@@ -451,7 +451,7 @@ _ALIGNMENT = 16  # in FlashInfer's workspace buffers
 _NUM_SCALES = 3  # for Q, K and V
 
 
-class OfWrappers:
+class CompositeWrapper:
     """Methods of a wrapper that is made of others."""
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:

@@ -224,7 +224,7 @@ class KernelShape(NamedTuple):
         return f"{self.element}{of_cache}{of_out}{ROTATED if self.rotation else ''}_d{self.dims}"
 
 
-# With bfloat16 Q, or over e4m3 Q.
+# Caches whose kernels ship. Q is bfloat16, or e4m3 with float8_q.
 _SHIPPED_CACHES = (
     *(KernelShape("bf16", dims, "e4m3") for dims in SHIPPED_FLOAT8_HEAD_DIMS),
     *(

@@ -555,13 +555,13 @@ def levels_of(composition: object, max_levels: int, max_rows: int) -> Sequence[B
 def _in_pages_of(page_size: int, level: int, view: BSRView, max_rows: int) -> BSRView:
     if view.table.page_size == page_size:
         return view
-    require(
-        not view.pages_change,
-        f"levels[{level}].pages_change",
-        True,
-        f"False with pages of {view.table.page_size} tokens in a cache of {page_size}: plan copies the "
-        f"page ids",
-    )
+    if view.pages_change:
+        refuse(
+            f"levels[{level}].pages_change",
+            True,
+            f"False with pages of {view.table.page_size} tokens in a cache of {page_size}: plan copies the "
+            f"page ids",
+        )
     if view.device.type == "cpu":  # now, so that messages show the caller's values
         try:
             check_values(view, max_rows)

@@ -132,7 +132,8 @@ class PageTable:
             ValueError: page_size does not divide this one.
         """
         parts = self.page_size // check_int("page_size", page_size, 1)
-        require(parts * page_size == self.page_size, "page_size", page_size, f"a divisor of {self.page_size}")
+        if parts * page_size != self.page_size:
+            refuse("page_size", page_size, f"a divisor of {self.page_size}")
         if parts == 1:
             return self
         assert self.indices is not None  # ragged tensors have one token per page
@@ -525,13 +526,13 @@ class Composition:
                 f"parents[{node}]", value, -1, node - 1, "a node before this one, or -1 for a root"
             )
             path = (*paths[parent], node) if parent >= 0 else (node,)
-            require(
-                len(path) <= MAX_LEVELS,
-                f"parents[{node}]",
-                parent,
-                f"a node with at most {MAX_LEVELS - 2} nodes above it: a path has at most MAX_LEVELS = "
-                f"{MAX_LEVELS} nodes",
-            )
+            if len(path) > MAX_LEVELS:
+                refuse(
+                    f"parents[{node}]",
+                    parent,
+                    f"a node with at most {MAX_LEVELS - 2} nodes above it: a path has at most MAX_LEVELS = "
+                    f"{MAX_LEVELS} nodes",
+                )
             paths.append(path)
 
         rows_of_node: list[list[int]] = [[] for _ in paths]

@@ -176,13 +176,9 @@ def _rope(
     if not interleaved and pairs % 8:
         refuse("len(frequencies)", pairs, "a multiple of 8 where pairs are not interleaved")
     radians = frequencies.detach().double().cpu()
+    largest = float(radians.abs().max())
     # turns_of() (csrc/attention/variant/variant_math.h); also refuses NaN
-    require(
-        radians.abs().max() <= 1.5,
-        "largest of frequencies",
-        float(radians.abs().max()),
-        "at most 1.5 radians",
-    )
+    require(largest <= 1.5, "largest of frequencies", largest, "at most 1.5 radians")
     turns = radians / (2 * math.pi)
     high = turns.float()
     table = torch.cat([high, (turns - high.double()).float()])

@@ -125,8 +125,8 @@ class Variant:
         fields["has_transforms"] = any(fields[f"has_{hook_name}"] for hook_name in TRANSFORMS)
         fields["has_mask"] = any(body.hides for body in bodies)
         fields["has_bias_slope"] = has_bias_slope(bodies)
-        for name_of_any in ("reads_positions", "skips_kv_tiles", "tells_requests_apart"):
-            fields[name_of_any] = any(getattr(body, name_of_any) for body in bodies)
+        for flag in ("reads_positions", "skips_kv_tiles", "tells_requests_apart"):
+            fields[flag] = any(getattr(body, flag) for body in bodies)
         layout = Layout([body.params for body in bodies])
         if layout.bytes > MAX_BYTES:
             raise ValueError(

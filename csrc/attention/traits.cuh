@@ -54,4 +54,14 @@ struct Traits {
                 "what rotates rows is their only transform");
 };
 
+/// The factor of K's block scales, or of V's; 1 for other caches.
+template <class Traits, class Params>
+__device__ __forceinline__ float scale_factor(const Params& params, bool is_v) {
+  if constexpr (Traits::kKvForm.has_block_scales()) {
+    const auto& scales = params.variant.template as<typename Traits::Variant::Params>().scales;
+    return is_v ? scales.v_factor : scales.k_factor;
+  }
+  return 1.0f;
+}
+
 }  // namespace attn

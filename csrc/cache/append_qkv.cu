@@ -156,13 +156,16 @@ __device__ __forceinline__ void rotate_head(float (&x)[kColumns], int32_t head_d
   }
 }
 
+/// Whether K and V go through shared memory, one head at a time.
+constexpr bool takes_heads(Rounding rounding, bool rotates) { return rotates || rounding == Rounding::kToFp4; }
+
 /// kKernel: what kernel_for() says. CacheElement: of a cache of 16 bits. The grid has append_qkv_ctas() CTAs.
 template <class Element, QkvKernel kKernel, Rounding kRounding, class CacheElement = Element, bool kRotates = false>
 __device__ __forceinline__ void append_qkv(const QkvParams& p) {
   constexpr bool kToInt4 = kRounding == Rounding::kToInt4, kToFp4 = kRounding == Rounding::kToFp4;
   constexpr bool kTo4Bits = kToInt4 || kToFp4, kQuantizes = kRounding != Rounding::k16Bits;
   constexpr bool kScalesTokens = kRounding == Rounding::kByTokenScales || kToInt4;
-  constexpr bool kTakesHeads = kRotates || kToFp4;  // K and V go through shared memory, one head at a time
+  constexpr bool kTakesHeads = takes_heads(kRounding, kRotates);
   constexpr int32_t kSize = half_chunk(kKernel);
   constexpr bool kAligned = kKernel != QkvKernel::kGeneral, kNormalizes = kKernel != QkvKernel::kPlain;
   const int32_t lanes = 1 << p.lane_bits;
@@ -461,7 +464,7 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
 }
 
 /// As many CTAs share a multiprocessor as fit without spilled registers.
-constexpr bool kKernelTakesHeads = kKernelRotates || kKernelRounding == Rounding::kToFp4;  // through shared memory
+constexpr bool kKernelTakesHeads = takes_heads(kKernelRounding, kKernelRotates);
 constexpr int kPlainCtasPerSm = kKernelRounding == Rounding::kToFp4    ? 5
                                 : kKernelTakesHeads                    ? 6
                                 : kKernelRounding == Rounding::k16Bits ? 9

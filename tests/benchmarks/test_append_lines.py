@@ -36,7 +36,7 @@ def test_floors() -> None:
     )
 
 
-@pytest.mark.parametrize("form", append.TOKEN_SCALED)
+@pytest.mark.parametrize("form", append.SCALED_HEAD_BYTES)
 def test_caches_without_a_peer(form: str) -> None:
     line = append.measure(Line(40, False, torch.uint8, form), OneMoreEach(), MACHINE, "cpu")  # type: ignore[arg-type]
     assert (line["ours"], line["append alone"], line["vLLM"]) == (1.0, 2.0, None)

@@ -398,10 +398,9 @@ class LatentImpl(MLAAttentionImpl[Any]):
             "alibi_slopes": alibi_slopes,
             "sliding_window": sliding_window,
             "logits_soft_cap": logits_soft_cap,
+            **{name: mla_arguments.get(name) for name in self.neutral_arguments},
         }
-        for name, value in (
-            given | {name: mla_arguments.get(name) for name in self.neutral_arguments}
-        ).items():
+        for name, value in given.items():
             if value is not None and not (isinstance(value, float) and value == 0.0):
                 refuse(f"the argument {name} of an MLA layer")
         if attn_type != AttentionType.DECODER:

@@ -36,7 +36,7 @@ class InPlaceDequantizer {
   static constexpr bool kHasScales = Traits::Variant::kHasTokenScales;
   static_assert(Shared::kKvParts % kTileParts == 0, "a tile's stages lie together");
 
-  /// `arrivals`: of a warp at the barrier of a part, as without dequantization. `factor`: KvShare::scale_factor().
+  /// `arrivals`: of a warp at the barrier of a part, as without dequantization. `factor`: scale_factor().
   __device__ __forceinline__ InPlaceDequantizer(const Shared& shared, const Share& share, uint32_t arrivals,
                                                 float factor)
       : shared_(shared), share_(share), arrivals_(arrivals), factor_(factor) {}

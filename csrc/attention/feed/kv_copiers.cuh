@@ -63,14 +63,6 @@ struct KvShare {
       ptx::cp_async_4_or_zero(token_scale(shared, part, number) + word * 4, words + (is_there ? word : 0), is_there);
     }
   }
-  /// The factor of a tensor's block scales; 1 for other caches.
-  __device__ __forceinline__ float scale_factor(const AttentionParams& params) const {
-    if constexpr (Traits::kKvForm.has_block_scales()) {
-      const auto& scales = params.variant.template as<typename Traits::Variant::Params>().scales;
-      return is_v ? scales.v_factor : scales.k_factor;
-    }
-    return 1.0f;
-  }
   __device__ __forceinline__ const TokenScales& token_scales(const AttentionParams& params) const {
     const auto& scales = params.variant.template as<typename Traits::Variant::Params>().scales;
     return is_v ? scales.v : scales.k;

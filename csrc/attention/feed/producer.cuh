@@ -106,7 +106,7 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
   LoadedRowTile tile = load_tile();
   Copier copier(tma_params, share);
   InPlaceDequantizer<Traits, Copier> dequantizer(shared, share, Copier::arrivals(tma_params),
-                                                 share.scale_factor(params));
+                                                 scale_factor<Traits>(params, share.is_v));
 
   // K and V are one tile, which the warps that load K load.
   const bool is_one_tile = kIsWide && tma_params.v_is_k;

@@ -266,8 +266,8 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
     loader.load_v(ring.tile + kPairs - 1, ring.pair == 0 ? kPairs - 1 : ring.pair - 1);
     char* const keys = shared + layout.kv + ring.pair * layout.pair_bytes;
     if constexpr (Traits::kDequantizesInTiles)
-      stage_tokens<Traits, KTile<Traits>, Keys, Layout, kKvTile>(keys, staged_tile<Traits>(), warp,
-                                                                 loader.tile_scales(0), loader.scale_factor(0));
+      stage_tokens<Traits, KTile<Traits>, Keys, Layout, kKvTile>(
+          keys, staged_tile<Traits>(), warp, loader.tile_scales(0), scale_factor<Traits>(params, false));
     transform_tokens<OfKey, Keys, Element, Layout, Shape::kQk, kKvTile>(multiplied_tile<Traits>(keys), warp, variant,
                                                                         tokens);
     const uint32_t k = multiplied_address<Traits>(k_stage) + first_key + Keys::columns_first(lane);
@@ -296,7 +296,8 @@ __device__ __forceinline__ void run_work_item(const ParamsOf<Traits>& params, co
     loader.load_k(ring.tile + kPairs, ring.pair);
     if constexpr (Traits::kDequantizesInTiles)
       stage_tokens<Traits, VTile<Traits>, Values, Layout, kKvTile>(keys + layout.k_stage_bytes, staged_tile<Traits>(),
-                                                                   warp, loader.tile_scales(1), loader.scale_factor(1));
+                                                                   warp, loader.tile_scales(1),
+                                                                   scale_factor<Traits>(params, true));
     transform_tokens<OfValue, Values, Element, Layout, Shape::kV, kKvTile>(
         multiplied_tile<Traits>(keys + layout.k_stage_bytes), warp, variant, tokens);
     const uint32_t v =

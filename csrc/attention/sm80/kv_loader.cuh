@@ -184,14 +184,6 @@ struct KvLoader {
   __device__ __forceinline__ float* tile_scales(int which) const {
     return reinterpret_cast<float*>(shared + kLayout<Traits>.row_states) + which * kTokens * kScaleWords;
   }
-  /// Of scales of blocks.
-  __device__ __forceinline__ float scale_factor(int which) const {
-    if constexpr (kHasBlockScales<typename Traits::StoredElement>) {
-      const auto& of_tokens = params.variant.template as<typename Traits::Variant::Params>().scales;
-      return which == 0 ? of_tokens.k_factor : of_tokens.v_factor;
-    }
-    return 1.0f;
-  }
   __device__ __forceinline__ void write_scales(int which) const {
     static_assert(kThreads == 2 * kTokens && 2 * kTokens == 2 * kWarps * 16, "a thread for each, and their room");
     if (static_cast<int>(threadIdx.x) / kTokens != which) return;

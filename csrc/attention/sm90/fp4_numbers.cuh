@@ -39,7 +39,7 @@ struct NvFp4Pairs {
   __device__ __forceinline__ static void scale_by_one(uint32_t (&pairs)[4], uint32_t scales) {
     const uint32_t both = ptx::f16_of_e4m3_in<0>(scales);
 #pragma unroll
-    for (uint32_t& pair : pairs) pair = ptx::mul_f16_by<kNumber>(pair, both);
+    for (uint32_t& pair : pairs) pair = ptx::mul_f16(pair, ptx::twice<kNumber>(both));
   }
 
   /// Multiplies pairs by pair number kNumber of two pairs of scales, in bytes.
@@ -78,7 +78,7 @@ struct MxFp4Pairs {
   __device__ __forceinline__ static void scale_by_one(uint32_t (&pairs)[4], uint32_t scales) {
     const uint32_t both = powers(scales);
 #pragma unroll
-    for (uint32_t& pair : pairs) pair = ptx::mul_bf16_by<kNumber>(pair, both);
+    for (uint32_t& pair : pairs) pair = ptx::mul_bf16(pair, ptx::twice<kNumber>(both));
   }
 
   template <int kNumber>

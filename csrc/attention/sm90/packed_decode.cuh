@@ -288,7 +288,7 @@ struct PackedDecode {
     Rows<kEights> rows(params, item.rows, item.group, item.kv_head, 0);
     const auto constants = scores.constants(item, 0);
     PackedQuery<Traits, Numbers, kEights> query;
-    query.load(ptx::shared_address(shared.q(q_stage)), item.rows.count, scale_factor(false));
+    query.load(ptx::shared_address(shared.q(q_stage)), item.rows.count, scale_factor<Traits>(params, false));
 
     KvTileStart start = Walk::first(params, item);
     if (warpgroup() == 1) start = next_tile(item, start.token, 1, 1);
@@ -331,15 +331,6 @@ struct PackedDecode {
   __device__ __forceinline__ static Place own_part(Place place) {
     place.index += warpgroup();
     return place;
-  }
-
-  /// The factor of a tensor's block scales; 1 for int4.
-  __device__ __forceinline__ float scale_factor(bool is_v) const {
-    if constexpr (Traits::kKvForm.has_block_scales()) {
-      const auto& scales = params.variant.template as<typename Variant::Params>().scales;
-      return is_v ? scales.v_factor : scales.k_factor;
-    }
-    return 1.0f;
   }
 
   /// The address of chunk number `chunk` of a token in the packed tile of part number `part`. Chunks are permuted as
@@ -436,7 +427,7 @@ struct PackedDecode {
     const Shared& shared = ring.shared;
     const ItemTarget<Traits> target(params, item, Shared::requests(item));
     const int lane = ptx::lane_id(), warp = consumer_warp();
-    const float v_factor = scale_factor(true);
+    const float v_factor = scale_factor<Traits>(params, true);
     auto* const row_maxima = reinterpret_cast<OfWarps<kWarps>*>(shared.row_states());  // [row of the tile], scaled
     auto* const row_sums = row_maxima + kWarpRows;
     char* const outputs = shared.q(q_stage);

@@ -116,42 +116,21 @@ __device__ __forceinline__ uint32_t mul_f16(uint32_t a, uint32_t b) {
   return d;
 }
 
-/// Multiplies a pair by number kHalf of `factors`: an instruction can take one half twice.
-template <int kHalf>
-__device__ __forceinline__ uint32_t mul_f16_by(uint32_t pair, uint32_t factors) {
-  uint32_t d;
-  if (kHalf == 0)
-    asm("{ .reg .b16 low, high; .reg .b32 both; mov.b32 {low, high}, %2; mov.b32 both, {low, low};"
-        " mul.rn.f16x2 %0, %1, both; }"
-        : "=r"(d)
-        : "r"(pair), "r"(factors));
-  else
-    asm("{ .reg .b16 low, high; .reg .b32 both; mov.b32 {low, high}, %2; mov.b32 both, {high, high};"
-        " mul.rn.f16x2 %0, %1, both; }"
-        : "=r"(d)
-        : "r"(pair), "r"(factors));
-  return d;
-}
-
 /// mul_f16() for bf16.
 __device__ __forceinline__ uint32_t mul_bf16(uint32_t a, uint32_t b) {
   uint32_t d;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
+
+/// One half of a word, twice. (From C++ the compiler makes an instruction; products can take a half twice as it is.)
 template <int kHalf>
-__device__ __forceinline__ uint32_t mul_bf16_by(uint32_t pair, uint32_t factors) {
+__device__ __forceinline__ uint32_t twice(uint32_t word) {
   uint32_t d;
   if (kHalf == 0)
-    asm("{ .reg .b16 low, high; .reg .b32 both; mov.b32 {low, high}, %2; mov.b32 both, {low, low};"
-        " mul.rn.bf16x2 %0, %1, both; }"
-        : "=r"(d)
-        : "r"(pair), "r"(factors));
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low}; }" : "=r"(d) : "r"(word));
   else
-    asm("{ .reg .b16 low, high; .reg .b32 both; mov.b32 {low, high}, %2; mov.b32 both, {high, high};"
-        " mul.rn.bf16x2 %0, %1, both; }"
-        : "=r"(d)
-        : "r"(pair), "r"(factors));
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high}; }" : "=r"(d) : "r"(word));
   return d;
 }
 

@@ -60,10 +60,6 @@ inline uint32_t sub_f16(uint32_t a, uint32_t b) {
 inline uint32_t mul_f16(uint32_t a, uint32_t b) {
   return f16_of(f16_in(a, 0) * f16_in(b, 0)) | f16_of(f16_in(a, 1) * f16_in(b, 1)) << 16;
 }
-template <int kHalf>
-uint32_t mul_f16_by(uint32_t pair, uint32_t factors) {
-  return mul_f16(pair, (factors >> kHalf * 16 & 0xffff) * 0x10001);
-}
 inline uint32_t mul_bf16(uint32_t a, uint32_t b) {
   const auto number = [](uint32_t pair, int half) {
     return emulation::from_bits<float>(static_cast<uint32_t>(pair >> half * 16 << 16));
@@ -71,8 +67,8 @@ inline uint32_t mul_bf16(uint32_t a, uint32_t b) {
   return bf16_of(number(a, 0) * number(b, 0)) | bf16_of(number(a, 1) * number(b, 1)) << 16;
 }
 template <int kHalf>
-uint32_t mul_bf16_by(uint32_t pair, uint32_t factors) {
-  return mul_bf16(pair, (factors >> kHalf * 16 & 0xffff) * 0x10001);
+uint32_t twice(uint32_t word) {
+  return (word >> kHalf * 16 & 0xffff) * 0x10001;
 }
 inline uint32_t min_u16(uint32_t a, uint32_t b) {
   return std::min(a & 0xffff, b & 0xffff) | std::min(a >> 16, b >> 16) << 16;
