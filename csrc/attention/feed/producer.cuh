@@ -27,6 +27,7 @@
 #include "attention/feed/work_queue.cuh"
 #include "attention/tile/scores.cuh"
 #include "attention/tile/work_cursor.cuh"
+#include "attention/traits.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/copy.cuh"
 #include "common/ptx/grid_dependency.cuh"
