@@ -379,10 +379,10 @@ def token_scaled_view(
 
     vLLM's own backend has a row of K, its scale, a row of V and its scale for each token and head. Kernels
     move 16 bytes at a time, and rows of 132 bytes are not aligned for that. So the same bytes have another
-    order: all rows of K, all rows of V, the scales of K, the scales of V. A head's scales lie side by side,
-    since a kernel reads many tokens of one head. Where vLLM stores a page head by head (HND), this is the
-    order in each head's bytes of the page, otherwise in the whole page. So vLLM may move pages, and heads of
-    HND pages.
+    order: all rows of K, all rows of V, the scales of K, the scales of V. In each of these parts one head
+    follows another, since a kernel reads many tokens of one head: TMA loads two int4 rows of 64 bytes as one
+    of 128 (ADR 57). Where vLLM stores a page head by head (HND), this is the order in each head's bytes of
+    the page, otherwise in the whole page. So vLLM may move pages, and heads of HND pages.
 
     Args:
         kv_cache: of one-byte elements, [blocks, num_kv_heads, page, bytes of K and of V with their scales].
@@ -414,8 +414,8 @@ def token_scaled_view(
 
     def rows_of(part: torch.Tensor) -> torch.Tensor:
         """Elements [blocks, page, heads, columns]; of 4 bits, bytes of two."""
-        part = (part if isinstance(dtype, str) else part.view(dtype)).unflatten(2, (rows, -1))
-        return part.transpose(1, 2) if is_by_head else part.squeeze(1).unflatten(1, (page, heads))
+        part = part if isinstance(dtype, str) else part.view(dtype)
+        return part.view(blocks, heads, page, -1).transpose(1, 2)
 
     def scales_of(part: torch.Tensor, factor: float) -> torch.Tensor | BlockScales:
         """Scales [blocks, page, heads], each head's side by side; or BlockScales."""

@@ -209,7 +209,9 @@ def test_all_bytes_of_vllms_pages_are_used_once(
             == view.v.shape
             == (num_blocks, page, num_kv_heads, stored_columns(head_size, TOKEN_SCALED_CACHES[name]))
         )
-        assert all(x.data_ptr() % 8 == 0 and x.stride(1) % 8 == 0 for x in (view.k, view.v))
+        for rows in (view.k, view.v):  # a head's lie side by side
+            assert rows.data_ptr() % 8 == 0
+            assert rows.stride(1) == rows.shape[-1]
         for scale in (view.k_scale, view.v_scale):  # a head's lie side by side
             if isinstance(scale, BlockScales):
                 assert scale.blocks.stride()[1::2] == (head_size // 16, 1)
@@ -234,7 +236,9 @@ def test_pages_of_releases_that_ask_for_the_shape(order: tuple[str, bool], name:
     inverse = [permutation.index(dim) for dim in range(len(permutation))]
     tensor = raw.view([whole[dim] for dim in permutation]).permute(inverse)
     for cache in tensor if order[1] else [tensor]:
-        add_1_to_each_byte(token_scaled_view(cache, width, TOKEN_SCALED_CACHES[name]))
+        view = token_scaled_view(cache, width, TOKEN_SCALED_CACHES[name])
+        assert view.k.stride(1) == view.k.shape[-1]
+        add_1_to_each_byte(view)
     assert (raw == 1).all()
 
 
