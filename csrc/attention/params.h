@@ -5,7 +5,7 @@
 #include "attention/variant/variants.h"
 #include "cache/kv_cache.h"
 #include "common/math.h"
-#include "planner/schedule_reader.h"
+#include "planner/schedule.h"
 
 namespace attn {
 

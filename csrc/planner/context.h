@@ -3,8 +3,8 @@
 // (host/planner.cpp).
 #pragma once
 
-#include "planner/cost_model.h"
 #include "planner/params.h"
+#include "planner/work_list.h"
 
 #if defined(__CUDACC__)
 #define ATTN_STEP __device__ __forceinline__

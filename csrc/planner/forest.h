@@ -14,9 +14,9 @@
 
 #include "common/math.h"
 #include "planner/context.h"
-#include "planner/groups.h"
 #include "planner/params.h"
 #include "planner/schedule.h"
+#include "planner/work_list.h"
 
 namespace attn {
 

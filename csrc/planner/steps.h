@@ -1,21 +1,21 @@
 // The steps of a plan, taken by the threads of a CTA (device/plan.cu) or by one thread of a CPU (host/planner.cpp).
 // Both give the same schedule, bit for bit.
 //
-//   read    lengths and page tables become row groups, with invalid values clamped (groups.h)
+//   read    lengths and page tables become row groups, with invalid values clamped
 //   decide  shared prefixes become nodes of a forest; those that pay add row groups (forest.h)
-//   place   row groups become row tiles, each with its cost, in one list (groups.h)
-//   cut     the list is cut into an interval for each CTA of the attention kernel (cost_model.h, cuts.h)
+//   place   row groups become row tiles, each with its cost, in one list
+//   cut     the list is cut into an interval for each CTA of the attention kernel
 //   write   header, levels, and the links of rows to the row groups of the forest
 //
-// A step is a loop over requests, nodes, row groups, row tiles or CTAs that the threads share; their running sum counts
-// the elements before an element. Row groups and row tiles lie in the schedule itself. Other memory (shared memory, on
-// a GPU) holds the forest, the first row tile of each group and the first row tiles' places in the list.
+// A step is a loop over requests, nodes, row groups, row tiles or CTAs that the threads share. Their running sum counts
+// the elements before an element. work_list.h has the arithmetic of an element. Row groups and row tiles lie in the
+// schedule itself. Other memory (shared memory, on a GPU) holds the forest, the first row tile of each group and the
+// first row tiles' places in the list.
 #pragma once
 
 #include "planner/context.h"
-#include "planner/cuts.h"
 #include "planner/forest.h"
-#include "planner/groups.h"
+#include "planner/work_list.h"
 
 namespace attn {
 

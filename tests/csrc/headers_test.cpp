@@ -7,12 +7,11 @@
 #include <vector>
 
 #include "common/math.h"
-#include "planner/cuts.h"
-#include "planner/groups.h"
 #include "planner/params.h"
 #include "planner/schedule.h"
 #include "planner/steps.h"
 #include "planner/visibility.h"
+#include "planner/work_list.h"
 #include "sampling/sampling.h"
 
 namespace {

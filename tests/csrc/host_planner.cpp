@@ -1,7 +1,7 @@
 // The host planner with any configuration, for ctypes: what the device planner's schedules are compared with, bit for
 // bit.
 #include "planner/host/planner.h"
-#include "planner/schedule_reader.h"
+#include "planner/schedule.h"
 
 #include "plan_params.h"
 

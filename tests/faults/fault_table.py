@@ -262,21 +262,21 @@ FAULTS = (
     ),
     Fault(
         "work queue: a section starts with the row tile that sees fewest tokens",
-        "csrc/planner/schedule_reader.h",
+        "csrc/planner/schedule.h",
         "group.tile_begin + group_tiles - 1 - row_tile",
         "group.tile_begin + row_tile",
         ("tests/csrc/test_work_queue.py",),
     ),
     Fault(
         "work queue: the last section has as many heads as the others",
-        "csrc/planner/schedule_reader.h",
+        "csrc/planner/schedule.h",
         "const int32_t width = min_of(heads, num_kv_heads - first_head);",
         "const int32_t width = heads;",
         ("tests/csrc/test_work_queue.py",),
     ),
     Fault(
         "work queue: a section has one head too many",
-        "csrc/planner/schedule_reader.h",
+        "csrc/planner/schedule.h",
         "clamp(section_tokens / max_of(kv_len, 1), 1, num_kv_heads)",
         "clamp(section_tokens / max_of(kv_len, 1) + 1, 1, num_kv_heads)",
         ("tests/csrc/test_work_queue.py",),
@@ -367,7 +367,7 @@ FAULTS = (
     ),
     Fault(
         "work queue: another row tile",
-        "csrc/planner/schedule_reader.h",
+        "csrc/planner/schedule.h",
         "group.tile_begin + group_tiles - 1 - row_tile",
         "group.tile_begin + group_tiles - row_tile",
         (ATTENTION, "-k", "work_queue"),

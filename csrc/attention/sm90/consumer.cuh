@@ -6,7 +6,7 @@
 #include "attention/sm90/traits.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/warp.cuh"
-#include "planner/schedule_reader.h"
+#include "planner/schedule.h"
 
 namespace attn::sm90 {
 

@@ -5,7 +5,7 @@
 
 #include "attention/variant/coordinates.h"
 #include "attention/variant/variants.h"
-#include "planner/groups.h"
+#include "planner/work_list.h"
 
 namespace attn {
 

@@ -9,7 +9,7 @@
 #include "common/ptx/warp.cuh"
 #include "planner/device/threads.cuh"
 #include "planner/forest.h"
-#include "planner/groups.h"
+#include "planner/work_list.h"
 
 namespace attn {
 

@@ -4,7 +4,7 @@
 
 #include "common/ptx/warp.cuh"
 #include "planner/context.h"
-#include "planner/cuts.h"
+#include "planner/work_list.h"
 
 namespace attn {
 

@@ -1,11 +1,18 @@
-// Turns metadata into row groups and row tiles. The planner reads an engine's metadata, clamps values that cannot be
-// right, and reports them.
+// The arithmetic of a plan, an element at a time: what steps.h does for each row group, row tile and CTA.
+//
+//   read    an engine's metadata becomes row groups; values that cannot be right are clamped and reported
+//   chunk   batch invariant plans cut a row group into KV chunks
+//   place   a row group becomes row tiles
+//   cost    what pairs of row tiles and KV heads cost, what each CTA should get, and how pairs are handed out
+//   cut     where each CTA's interval starts
 #pragma once
 
 #include "planner/params.h"
 #include "planner/schedule.h"
 
 namespace attn {
+
+// ---- Read ----
 
 /// The level that row group `group` belongs to, and its number in that level.
 struct GroupPlace {
@@ -99,6 +106,8 @@ ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, uint32_t&
   return group;
 }
 
+// ---- Chunk ----
+
 /// About how many tokens a KV chunk of a batch invariant plan has. Shorter chunks cost states and keep the memory less
 /// busy; longer ones leave CTAs idle where requests are few and short. Where a KV tile has few tokens, as heads are
 /// wide, a CTA starts an item more slowly (ADR 10).
@@ -144,6 +153,8 @@ ATTN_HD RowGroup make_chunk(const PlanParams& p, const RowGroup& whole, int32_t 
   p.schedule.links[static_cast<int64_t>(chunk) * p.config.max_merge_rows + request] = RowLink{group_index, 0};
   return group;
 }
+
+// ---- Place ----
 
 /// Row tiles of a row group.
 ATTN_HD int32_t count_row_tiles(const ScheduleConfig& config, const RowGroup& group) {
@@ -251,6 +262,220 @@ ATTN_HD RowTile make_row_tile(const PlanParams& p, const RowGroup& group, int32_
   tile.num_kv_tiles = tile.kv_end > tile.kv_begin ? p.kv_tile.divide(tile.kv_end - 1 - tile.kv_begin) + 1 : 1;
   if (level.kv_tile_lists != nullptr) skip_kv_tiles(p, group, index, tile);
   return tile;
+}
+
+// ---- Cost ----
+
+/// What find_position() must know of a row tile in the list of work.
+struct PlacedTile {
+  int64_t cost_begin;
+  int32_t cost_kind;
+  int32_t num_kv_tiles;
+};
+
+/// Cost of a (row tile, KV head) pair.
+ATTN_HD int64_t pair_cost(const ScheduleConfig& config, int32_t cost_kind, int32_t num_kv_tiles) {
+  return config.pair_cost[cost_kind] + static_cast<int64_t>(num_kv_tiles) * config.kv_tile_cost[cost_kind];
+}
+
+/// Costs of pairs that are compared, not added up.
+ATTN_HD int32_t narrow_cost(int64_t cost) { return static_cast<int32_t>(min_of(cost, kMaxInt32)); }
+
+/// `group`: the row tile's.
+ATTN_HD PlacedTile placed_tile(const RowTile& tile, const RowGroup& group) {
+  return PlacedTile{tile.cost_begin, cost_kind(tile.kind, group.state_begin), tile.num_kv_tiles};
+}
+
+/// The cost that each CTA gets of a list of `num_pairs` (row tile, head) pairs. `first`: its first row tile;
+/// `equal_cost`, `equal_pairs`: a CTA's part of the list if all parts are equal. Each CTA gets whole pairs if all pairs
+/// cost the same and whole pairs cost at most 4 % more than an equal share. Then nothing has to be merged, and CTAs
+/// that share a KV head's tokens read them at the same time (ADR 8). The test compares averages, so a mixed list may
+/// pass it. Such a list loses at most the same 4 %.
+ATTN_HD int64_t cta_share(const PlanParams& p, const PlacedTile& first, int64_t num_pairs, int64_t total_cost,
+                          int64_t equal_cost, int64_t equal_pairs) {
+  const int64_t share = max_of<int64_t>(equal_cost, p.config.min_share);
+  const int64_t whole_pair_cost = pair_cost(p.config, first.cost_kind, first.num_kv_tiles);
+  const int64_t whole_pairs = equal_pairs * whole_pair_cost;
+  return num_pairs * whole_pair_cost == total_cost && whole_pairs >= share && (whole_pairs - share) * 25 <= share
+             ? whole_pairs
+             : share;
+}
+
+/// The plan so far. write_header() writes it.
+struct Planned {
+  int32_t num_groups = 0;
+  int32_t num_tiles = 0;
+  int32_t num_merge_rows = 0;
+  int32_t num_links = 0;
+  int32_t num_requests = 0;  // that the forest was sought in
+  int64_t share = 0;
+  int32_t longest_pair = -1;       // the largest cost of a pair with the largest kind of row tile
+  int32_t longest_small_pair = 0;  // and of all others
+  int32_t has_largest_tiles = 0;
+  int32_t whole_pairs = 0;   // no (row tile, head) is shared by CTAs
+  int32_t flags = 0;         // ScheduleFlag bits
+  int32_t aligned_tile = 0;  // as in ScheduleHeader, from align_prefix()
+  int32_t aligned_cta = 0;
+  int32_t aligned_parts = 0;
+  int32_t aligned_kv_tiles = 0;  // of each part but the first, which has what is left
+  int32_t dequantized_tokens = 0;
+  uint32_t errors = 0;
+};
+
+/// Whether one shared prefix is all that a forest has become.
+ATTN_HD bool has_one_prefix(const PlanParams& p, const Planned& planned) {
+  return p.seeks_forest && planned.num_groups == p.levels[0].num_groups + 1;
+}
+
+/// KV tiles of a large row tile that a CTA computes in about the time of a merge.
+constexpr int32_t kMergeKvTiles = 5;
+
+/// If row groups have at least this many row tiles on average, they read K and V from L2 when their pairs come from the
+/// queue. That saves more than a sixteenth of a share, so CTAs may end that far apart (ADR 48).
+constexpr int32_t kSharingRowTiles = 4;
+constexpr int32_t kSharingSlack = 16;
+
+/// Pairs of unequal cost come from the queue if a share holds at least this many of the longest. The short pairs are
+/// taken last and fill the gaps.
+constexpr int32_t kUnequalQueuePairs = 2;
+
+/// Decides how pairs are distributed to CTAs. Pairs of the largest row tiles stay whole if CTAs then end no further
+/// apart than what cutting costs. That is a merge, and what comes before a pair's KV tiles once more. If there are more
+/// pairs than CTAs, they go to the work queue. Row groups must then have several row tiles, or a CTA would wait longer
+/// for its next pair than it computes. `most_pairs`: of a CTA, if all get equally many.
+ATTN_HD void distribute_pairs(const PlanParams& p, Planned& planned, int64_t total_cost, int64_t most_pairs) {
+  const ScheduleConfig& config = p.config;
+  const int32_t kind = config.max_kind;
+  const int64_t longest = planned.longest_pair;
+  planned.whole_pairs = config.batch_invariant != 0;
+  if (config.min_queue_pairs == 0 || longest < planned.longest_small_pair) return;
+  const int64_t num_pairs = static_cast<int64_t>(planned.num_tiles) * config.num_kv_heads;
+  const bool shares_kv = planned.num_tiles >= kSharingRowTiles * planned.num_groups && most_pairs > 1;
+  const int64_t slack = planned.share + config.pair_cost[kind] + kMergeKvTiles * config.kv_tile_cost[kind] +
+                        (shares_kv ? planned.share / kSharingSlack : 0);
+  const bool is_even = longest <= slack && most_pairs * total_cost <= slack * num_pairs;
+  const bool is_uncut =
+      longest <= planned.share &&
+      longest <= 2 * config.pair_cost[kind] + config.kv_tile_cost[kind];  // is_uncut(), of the longest
+  const bool stays_whole = planned.num_merge_rows == 0 && is_even && (!is_uncut || 2 * longest <= planned.share);
+  const bool is_unequal = 4 * total_cost <= 3 * longest * num_pairs;
+  const bool has_many = longest * (is_unequal ? kUnequalQueuePairs : config.min_queue_pairs) <= planned.share;
+  const bool uses_queue = planned.num_tiles >= 2 * planned.num_groups && (has_many || (stays_whole && most_pairs > 1));
+  planned.flags |= uses_queue ? kUsesQueue : 0;
+  planned.whole_pairs |= uses_queue || (stays_whole && most_pairs == 1);
+}
+
+/// Decides on share and flags, once everything else is known.
+ATTN_HD void finish_plan(const PlanParams& p, const PlacedTile& first, int64_t total_cost, Planned& planned) {
+  const int64_t num_pairs = static_cast<int64_t>(planned.num_tiles) * p.config.num_kv_heads;
+  const int64_t equal_cost = divide(total_cost + p.config.num_ctas - 1, p.num_ctas);
+  const int64_t equal_pairs = divide(num_pairs + p.config.num_ctas - 1, p.num_ctas);
+  planned.share = cta_share(p, first, num_pairs, total_cost, equal_cost, equal_pairs);
+  planned.aligned_tile = planned.num_tiles;
+  planned.aligned_cta = p.config.num_ctas;
+  planned.aligned_parts = planned.aligned_kv_tiles = 0;
+  const bool is_plain = planned.num_merge_rows == 0 && p.num_levels == 1 && p.levels[0].rows == nullptr;
+  planned.flags = (is_plain ? kIsPlain : 0) | (planned.has_largest_tiles ? kHasLargestTiles : 0);
+  distribute_pairs(p, planned, total_cost, equal_pairs);
+}
+
+// ---- Cut ----
+
+/// Most CTAs among which a pair is cut evenly: on the device a warp looks at all numbers at once.
+constexpr int32_t kMaxAlignedParts = 32;
+
+/// The pairs of the only shared prefix of a plan, whose row tiles are the last of the list, from `tile` on. They may be
+/// cut evenly, each among the same number of CTAs. A CTA then has one part: it loads Q and leaves states once. The
+/// parts that see the same tokens run at the same time, and find them in L2.
+struct SharedPairs {
+  int32_t tile;
+  PlacedTile first;  // row tile `tile`
+  int32_t count;     // pairs
+};
+
+/// An even cut of the pairs of a shared prefix.
+struct EvenCut {
+  int32_t parts;     // of each pair
+  int32_t kv_tiles;  // of each part but the first, which has what is left
+  int32_t share;     // cost that each of the other CTAs gets, of what lies before
+  int32_t cost;      // of the busiest CTA; kNoCut: a pair cannot be cut into so many parts
+  static constexpr int32_t kNoCut = kMaxInt32;
+};
+
+/// Lists that cost more than kMaxCost (seconds of GPU time) are not cut evenly, so that no product exceeds 32 bits.
+/// There are no branches: a GPU overlaps the two divisions.
+ATTN_HD EvenCut cut_evenly(const PlanParams& p, const SharedPairs& shared, int32_t parts) {
+  constexpr uint32_t kMaxCost = EvenCut::kNoCut / kMaxAlignedParts;
+  const int32_t others = p.config.num_ctas - shared.count * parts;  // CTAs that are left for the rest of the list
+  const uint32_t divisor = static_cast<uint32_t>(max_of(others, 1));
+  const uint32_t cost_before = static_cast<uint32_t>(shared.first.cost_begin);
+  const uint32_t share = (cost_before + divisor - 1) / divisor;
+  const uint32_t kv_tiles = ceil_div(static_cast<uint32_t>(shared.first.num_kv_tiles), static_cast<uint32_t>(parts));
+  const uint32_t part_cost = static_cast<uint32_t>(p.config.pair_cost[shared.first.cost_kind]) +
+                             kv_tiles * static_cast<uint32_t>(p.config.kv_tile_cost[shared.first.cost_kind]);
+  const uint32_t cost = max_of(part_cost, share);
+  const bool whole = shared.count <= p.config.num_ctas && others >= 1 &&
+                     static_cast<uint32_t>(parts - 1) * kv_tiles < static_cast<uint32_t>(shared.first.num_kv_tiles);
+  const bool fits = shared.first.cost_begin <= kMaxInt32 && kv_tiles < kMaxCost / 64 && cost < kMaxCost;
+  return EvenCut{parts, static_cast<int32_t>(kv_tiles), max_of(static_cast<int32_t>(share), p.config.min_share),
+                 whole && fits ? static_cast<int32_t>(cost) : EvenCut::kNoCut};
+}
+
+/// Cuts the pairs of a shared prefix evenly if the busiest CTA is then no slower than with equal shares, where a CTA
+/// that starts inside a pair pays the pair's own cost again. `best`: the cheapest cut; of several, the one with the
+/// fewest parts.
+ATTN_HD void align_prefix(const PlanParams& p, const SharedPairs& shared, const EvenCut& best, Planned& planned) {
+  if (best.cost == EvenCut::kNoCut || best.cost > planned.share + p.config.pair_cost[shared.first.cost_kind]) return;
+  planned.aligned_parts = best.parts;
+  planned.aligned_tile = shared.tile;
+  planned.aligned_kv_tiles = best.kv_tiles;
+  planned.aligned_cta = p.config.num_ctas - shared.count * best.parts;
+  planned.share = best.share;
+  planned.flags &= ~kUsesQueue;
+  planned.whole_pairs = p.config.batch_invariant;
+}
+
+/// Where CTA `cta` starts: at the first KV tile at or after its cost in the list that an interval may start with. A
+/// pair's own cost lies before its KV tiles. `tiles(i)` is the PlacedTile of row tile i.
+template <class Tiles>
+ATTN_HD Position find_position(const PlanParams& p, const Tiles& tiles, const Planned& planned, int64_t total_cost,
+                               int32_t cta) {
+  const int32_t num_tiles = planned.aligned_tile;
+  if (cta >= planned.aligned_cta && planned.aligned_parts > 0) {
+    const int32_t number = cta - planned.aligned_cta;
+    const int32_t pair = number / planned.aligned_parts;
+    const int32_t remaining =
+        planned.aligned_parts - (number - pair * planned.aligned_parts);  // parts of this pair that have not begun
+    const int32_t tile = pair / p.config.num_kv_heads;
+    const int32_t kv_tile =
+        remaining == planned.aligned_parts ? 0 : tiles(num_tiles).num_kv_tiles - remaining * planned.aligned_kv_tiles;
+    return Position{num_tiles + tile, pair - tile * p.config.num_kv_heads, kv_tile, planned.flags};
+  }
+  if (planned.aligned_parts > 0) total_cost = tiles(num_tiles).cost_begin;
+  const int64_t cost = cta * planned.share;
+  if (cost >= total_cost) return Position{num_tiles, 0, 0, planned.flags};
+  const ScheduleConfig& config = p.config;
+  const int32_t low = find_last(num_tiles, [&](int32_t i) { return tiles(i).cost_begin <= cost; });
+  const PlacedTile tile = tiles(low);
+  const int32_t own_cost = config.pair_cost[tile.cost_kind];
+  const int32_t kv_tile_cost = config.kv_tile_cost[tile.cost_kind];
+  const int64_t head_cost = pair_cost(config, tile.cost_kind, tile.num_kv_tiles);
+  const int64_t inside = cost - tile.cost_begin;
+  Position position;
+  position.tile = low;
+  position.flags = planned.flags;
+  position.head = static_cast<int32_t>(divide(inside, head_cost));
+  const int64_t inside_kv_tiles = max_of<int64_t>(inside - position.head * head_cost - own_cost, 0);
+  position.kv_tile = static_cast<int32_t>(divide(inside_kv_tiles + kv_tile_cost - 1, p.kv_tile_cost[tile.cost_kind]));
+  const bool uncut = planned.whole_pairs || is_uncut(own_cost, kv_tile_cost, tile.num_kv_tiles, planned.share);
+  if (position.kv_tile == tile.num_kv_tiles || (uncut && position.kv_tile > 0)) {
+    position.kv_tile = 0;
+    if (++position.head == config.num_kv_heads) {
+      position.head = 0;
+      ++position.tile;
+    }
+  }
+  return position;
 }
 
 }  // namespace attn
