@@ -14,6 +14,8 @@ from functools import cache
 from string import Template
 from typing import NamedTuple, Protocol
 
+from ..stored_formats import FORMATS as STORED_FORMATS
+
 SM90, SM80 = "sm_90a", "sm_80"
 
 
@@ -112,7 +114,8 @@ class HeadDims(NamedTuple):
             return False
         if kv_element == "latent":
             return self == MLA_HEAD_DIMS
-        if any(dim % FOUR_BIT_ELEMENT_COLUMNS.get(kv_element or "", 1) for dim in self):
+        step = FORMATS[kv_element].head_columns if kv_element in FORMATS else 0
+        if step and any(dim % step for dim in self):
             return False
         return self.runs_on_cuda and not (self.is_wide and kv_element in TOKEN_ELEMENTS)
 
@@ -152,22 +155,16 @@ LATENT_HEAD_DIMS_TEXT = (
 CUDA_ELEMENTS = {"bf16": "BFloat16", "f16": "Float16"}
 STATE_ELEMENTS = {"f32": "Float32State"} | CUDA_ELEMENTS
 ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # keys are torch's names
-# Elements of caches with scales, narrower than Q's (or the same under float8_q). latent: MLA, scales per row.
-# _tokens: scales per token and head; of nvfp4 and mxfp4 also per 16 columns.
-TOKEN_ELEMENTS = {
-    "e4m3_tokens": "Float8E4M3",
-    "int8_tokens": "Int8",
-    "int4_tokens": "Int4",
-    "nvfp4": "NvFp4",
-    "mxfp4": "MxFp4",
-}
-FOUR_BIT_ELEMENT_COLUMNS = {"int4_tokens": 32, "nvfp4": 64, "mxfp4": 64}  # columns of a head: a multiple
-DEQUANTIZED_ELEMENTS = {"e4m3": "Float8E4M3", "e5m2": "Float8E5M2"} | TOKEN_ELEMENTS
-CUDA_KV_ELEMENTS = DEQUANTIZED_ELEMENTS | {"latent": "ScaledLatent"}
-KV_ELEMENT_NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "uint8": "latent"}  # by torch's names
-# With a scale for each token. torch has no 4-bit dtypes.
-FOUR_BIT_NAMES = {"int4": "int4_tokens", "nvfp4": "nvfp4", "fp4_mx_block16": "mxfp4"}
-TOKEN_ELEMENT_NAMES = {"float8_e4m3fn": "e4m3_tokens", "int8": "int8_tokens"} | FOUR_BIT_NAMES
+# Caches with scales, by their elements (stored_formats.py), which are narrower than Q's, or the same under
+# float8_q. latent: MLA, scales per row. TOKEN_ELEMENTS: with a scale for each token and head, or more.
+FORMATS = {stored.element: stored for stored in STORED_FORMATS}
+CUDA_KV_ELEMENTS = {name: stored.struct for name, stored in FORMATS.items()}
+TOKEN_ELEMENTS = {name: stored.struct for name, stored in FORMATS.items() if stored.scales is not None}
+DEQUANTIZED_ELEMENTS = {name: struct for name, struct in CUDA_KV_ELEMENTS.items() if name != "latent"}
+# by torch's names
+KV_ELEMENT_NAMES = {stored.dtype: name for name, stored in FORMATS.items() if name not in TOKEN_ELEMENTS}
+TOKEN_ELEMENT_NAMES = {FORMATS[name].dtype: name for name in TOKEN_ELEMENTS}
+FOUR_BIT_NAMES = {dtype: name for dtype, name in TOKEN_ELEMENT_NAMES.items() if FORMATS[name].head_columns}
 CACHE_ELEMENT_NAMES = KV_ELEMENT_NAMES | ELEMENT_NAMES
 STANDARD_VARIANTS = {"standard": "StandardVariant", "sinks": "WithSinks<attn::StandardVariant>"}
 FLOAT8_OUT = "float8_out_"  # prefix, in csrc/, of kernels with 8-bit output
@@ -348,9 +345,7 @@ def append_qkv_name(element: str, kv_element: str | None = None, rotation: bool 
     writes all 8-bit caches, another one all with a scale for each token and head, except for 4 bits.
     rotation: rotates K and V.
     """
-    of_cache = "float8" if kv_element in CUDA_KV_ELEMENTS else kv_element
-    if kv_element in TOKEN_ELEMENTS:
-        of_cache = {"int4_tokens": "int4", "nvfp4": "fp4", "mxfp4": "fp4"}.get(kv_element or "", "tokens")
+    of_cache = FORMATS[kv_element].append[0] if kv_element in FORMATS else kv_element
     return f"append_qkv_{element}{f'_{of_cache}' if of_cache else ''}{ROTATED if rotation else ''}"
 
 
@@ -569,13 +564,13 @@ using KernelVariant = $variant;
 """)
 
 _APPEND_QKV = Template("""\
-#include "cache/params.h"
+#include "cache/elements_in_memory.cuh"
 #include "common/elements.cuh"
 
 namespace attn {
 using KernelElement = $element;
 using KernelCacheElement = $cache_element;
-constexpr Rounding kKernelRounding = Rounding::$rounding;
+using KernelQuantizer = $quantizer;
 constexpr bool kKernelRotates = $rotates;
 }  // namespace attn
 
@@ -725,7 +720,7 @@ def cache_options(kv_element: str | None, float8_q: bool, float8_out: bool, rota
         if kv_element is None
         else f" --kv-dtype {kv_dtype_of(kv_element)}{' --float8-q' if float8_q else ''}"
     )
-    if kv_element in TOKEN_ELEMENTS and kv_element not in FOUR_BIT_ELEMENT_COLUMNS:
+    if kv_element in TOKEN_ELEMENTS and kv_element not in FOUR_BIT_NAMES.values():
         of_cache += " --token-scales"
     return f"{of_cache}{' --float8-out' if float8_out else ''}{' --rotation' if rotation else ''}"
 
@@ -789,23 +784,12 @@ def append_qkv_kernel(element: str, kv_element: str | None = None, rotation: boo
     """The kernel of append_qkv_name(). Not built ahead of time: two 16-bit types, and rotation or its lack
     where SHIPPED_ROTATED has the other.
     """
-    has_token_scales = kv_element in TOKEN_ELEMENTS
-    has_scales = kv_element in CUDA_KV_ELEMENTS and not has_token_scales
+    has_scales = kv_element in KV_ELEMENT_NAMES.values()  # which are given
     text = _APPEND_QKV.substitute(
         element=CUDA_ELEMENTS[element],
         cache_element=CUDA_ELEMENTS.get(kv_element or "", CUDA_ELEMENTS[element]),
         rotates=str(rotation).lower(),
-        rounding=(
-            "kToInt4"
-            if kv_element == "int4_tokens"
-            else "kToFp4"
-            if kv_element in ("nvfp4", "mxfp4")
-            else "kByTokenScales"
-            if has_token_scales
-            else "kByScales"
-            if has_scales
-            else "k16Bits"
-        ),
+        quantizer=FORMATS[kv_element].append[1] if kv_element in FORMATS else "Elements16Bits",
     )
     text += '#include "cache/append_rounded.cu"\n' if has_scales and not rotation else ""
     return Kernel(append_qkv_name(element, kv_element, rotation), ARCHS, text)

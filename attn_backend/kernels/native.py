@@ -17,7 +17,8 @@ import tvm_ffi
 from ..jit import manifest
 from ..jit.code_address import RejectedKernelError
 from ..jit.cubins import arch_of, find_kernel
-from ..metadata.kv_cache import INT4, MXFP4, NVFP4, CacheDtype
+from ..metadata.kv_cache import CacheDtype, cache_dtype
+from ..stored_formats import FORMATS
 from ..validation import dtype_name
 
 # Names of dtypes in the manifest, which are parts of cubins' names.
@@ -31,11 +32,7 @@ DTYPES = {torch.float32: "kFloat32"} | {
 KV_DTYPES = {dtype: f"k{manifest.CUDA_KV_ELEMENTS[element]}" for dtype, element in KV_DTYPE_NAMES.items()}
 ALL_DTYPES: dict[CacheDtype, str] = {
     **DTYPES,
-    **KV_DTYPES,
-    torch.int8: "kInt8",
-    INT4: "kInt4",
-    NVFP4: "kNvFp4",
-    MXFP4: "kMxFp4",
+    **{cache_dtype(stored): f"k{stored.struct}" for stored in FORMATS},
 }
 
 

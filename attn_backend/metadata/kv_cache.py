@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from numbers import Real
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from ..stored_formats import BLOCK_COLUMNS, FORMATS, FourBitDtype, StoredFormat
 from ..validation import (
     check_int,
     check_plain,
@@ -23,16 +24,27 @@ from ..validation import (
 
 _Views = TypeVar("_Views")
 SCALED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)  # of caches with separate scales
-# Stored as uint8, two columns in a byte; torch has no such dtypes.
-INT4: Literal["int4"] = "int4"
-NVFP4: Literal["nvfp4"] = "nvfp4"
-MXFP4: Literal["fp4_mx_block16"] = "fp4_mx_block16"
-CacheDtype = torch.dtype | Literal["int4", "nvfp4", "fp4_mx_block16"]
-BLOCK_COLUMNS = 16  # of a scale of BlockScales
-# By 4-bit dtype; head_dim is a multiple.
-FOUR_BIT_COLUMNS: dict[CacheDtype, int] = {INT4: 32, NVFP4: 64, MXFP4: 64}
+CacheDtype = torch.dtype | FourBitDtype
+
+
+def cache_dtype(stored: StoredFormat) -> CacheDtype:
+    return cast(FourBitDtype, stored.dtype) if stored.head_columns else getattr(torch, stored.dtype)
+
+
+INT4: FourBitDtype = "int4"
+NVFP4: FourBitDtype = "nvfp4"
+MXFP4: FourBitDtype = "fp4_mx_block16"
 # Of caches with a scale for each token and head, or with BlockScales.
-TOKEN_SCALED_DTYPES: tuple[CacheDtype, ...] = (torch.float8_e4m3fn, torch.int8, *FOUR_BIT_COLUMNS)
+TOKEN_SCALED_FORMATS = {cache_dtype(stored): stored for stored in FORMATS if stored.scales is not None}
+TOKEN_SCALED_DTYPES: tuple[CacheDtype, ...] = tuple(TOKEN_SCALED_FORMATS)
+# By 4-bit dtype; head_dim is a multiple.
+FOUR_BIT_COLUMNS: dict[CacheDtype, int] = {
+    dtype: stored.head_columns for dtype, stored in TOKEN_SCALED_FORMATS.items() if stored.head_columns
+}
+_FOUR_BITS_BY_SCALES = {
+    getattr(torch, TOKEN_SCALED_FORMATS[dtype].scales or ""): dtype for dtype in FOUR_BIT_COLUMNS
+}
+_BLOCK_DTYPES = tuple(dtype for dtype in _FOUR_BITS_BY_SCALES if dtype != torch.float32)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, *SCALED_DTYPES, torch.int8)
 _DTYPES_TEXT = "bfloat16, float16, float32, float8_e4m3fn, float8_e5m2 or int8"
 # Rows of MLA latents that include their scales, as in DeepSeek V3.2: 512 e4m3 numbers, 4 float32 scales, 64
@@ -302,7 +314,7 @@ class KVCache:
             return self.dtype
         if not isinstance(self.k_scale, BlockScales):
             return INT4
-        return MXFP4 if self.k_scale.blocks.dtype == torch.uint8 else NVFP4
+        return _FOUR_BITS_BY_SCALES.get(self.k_scale.blocks.dtype, NVFP4)
 
     @property
     def device(self) -> torch.device:
@@ -405,7 +417,7 @@ class KVCache:
         )
         blocks, view = scale.blocks, self.v if name == "v_scale" else self.k
         shape = [*view.shape[:3], view.shape[3] * 2 // BLOCK_COLUMNS]
-        dtypes = (torch.float8_e4m3fn, torch.uint8) if name == "k_scale" else (self._blocks_of_k().dtype,)
+        dtypes = _BLOCK_DTYPES if name == "k_scale" else (self._blocks_of_k().dtype,)
         is_right = isinstance(blocks, Tensor) and blocks.dtype in dtypes and list(blocks.shape) == shape
         if not is_right or (blocks.shape[3] > 1 and blocks.stride(3) != 1):
             refuse(
@@ -417,7 +429,7 @@ class KVCache:
         check_same_device(f"{name}.blocks", check_plain(f"{name}.blocks", blocks), "k", self.device)
         if isinstance(scale.factor, Tensor) or checked_scale(f"{name}.factor", scale.factor) is None:
             refuse(f"{name}.factor", scale.factor, "a number above 0")
-        if blocks.dtype == torch.uint8 and scale.factor != 1:
+        if scale.factor != 1 and not TOKEN_SCALED_FORMATS[_FOUR_BITS_BY_SCALES[blocks.dtype]].has_factor:
             refuse(f"{name}.factor", scale.factor, "1: scales that are powers of 2 have none")
         return BlockScales(_with_plain_strides(blocks), float(scale.factor))
 

@@ -22,7 +22,7 @@ struct Traits {
   using Shape = Shape_;
   using Variant = Variant_;
   static constexpr bool kIsOf8Bits = !is_same<Element, StoredElement>;
-  static constexpr KvForm kKvForm{StoredElement::kBytes, false, Variant::kHasTokenScales, kFourBits<StoredElement>,
+  static constexpr KvForm kKvForm{StoredElement::kBytes, false, Variant::kHasTokenScales, StoredElement::kType,
                                   is_same<Element, BFloat16>};
   /// The products take Q, K and V of one type: 8-bit elements of a cache are dequantized between KV tile and product;
   /// with wide heads, between cache and KV tile. On Hopper the producer may dequantize KV tiles (sm90/traits.cuh).

@@ -3,7 +3,8 @@
 // uses the first, keep the memory busy.
 //
 // The source that includes this file defines attn::KernelElement, of the heads, attn::KernelCacheElement, of a 16-bit
-// cache, attn::kKernelRounding, and attn::kKernelRotates: rows of K and V are rotated (common/rotation.h), too.
+// cache, attn::KernelQuantizer (elements_in_memory.cuh), and attn::kKernelRotates: rows of K and V are rotated
+// (common/rotation.h), too.
 
 #include "cache/elements_in_memory.cuh"
 #include "cache/params.h"
@@ -157,15 +158,18 @@ __device__ __forceinline__ void rotate_head(float (&x)[kColumns], int32_t head_d
 }
 
 /// Whether K and V go through shared memory, one head at a time.
-constexpr bool takes_heads(Rounding rounding, bool rotates) { return rotates || rounding == Rounding::kToFp4; }
+template <class Quantizer>
+constexpr bool takes_heads(bool rotates) {
+  return rotates || Quantizer::kOfBlocks;
+}
 
 /// kKernel: what kernel_for() says. CacheElement: of a cache of 16 bits. The grid has append_qkv_ctas() CTAs.
-template <class Element, QkvKernel kKernel, Rounding kRounding, class CacheElement = Element, bool kRotates = false>
+template <class Element, QkvKernel kKernel, class Quantizer, class CacheElement = Element, bool kRotates = false>
 __device__ __forceinline__ void append_qkv(const QkvParams& p) {
-  constexpr bool kToInt4 = kRounding == Rounding::kToInt4, kToFp4 = kRounding == Rounding::kToFp4;
-  constexpr bool kTo4Bits = kToInt4 || kToFp4, kQuantizes = kRounding != Rounding::k16Bits;
-  constexpr bool kScalesTokens = kRounding == Rounding::kByTokenScales || kToInt4;
-  constexpr bool kTakesHeads = takes_heads(kRounding, kRotates);
+  constexpr int kBits = Quantizer::kBits, kLimits = Quantizer::kLimits;
+  constexpr bool kOfBlocks = Quantizer::kOfBlocks, kQuantizes = kBits < 16;
+  constexpr bool kScalesTokens = kLimits > 0 && !kOfBlocks;
+  constexpr bool kTakesHeads = takes_heads<Quantizer>(kRotates);
   constexpr int32_t kSize = half_chunk(kKernel);
   constexpr bool kAligned = kKernel != QkvKernel::kGeneral, kNormalizes = kKernel != QkvKernel::kPlain;
   const int32_t lanes = 1 << p.lane_bits;
@@ -198,10 +202,12 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
   if (is_normed) weight.load(weights + place.low, distance);
   const bool is_quantized = kQuantizes && is_cached;
   const KvScale& scale = is_v ? p.scales.v : p.scales.k;
-  float scales[kGroupHeads];
+  [[maybe_unused]] Quantizer quantizers[kGroupHeads];
+  if constexpr (kQuantizes && kLimits == 0) {
 #pragma unroll
-  for (int32_t i = 0; i < kGroupHeads; ++i)
-    if (is_quantized && !kScalesTokens && i < heads) scales[i] = scale.of(0, group.first_head + i);
+    for (int32_t i = 0; i < kGroupHeads; ++i)
+      if (is_quantized && i < heads) quantizers[i].scale = scale.of(0, group.first_head + i);
+  }
   const int32_t position = p.positions.narrow(position_words);
   Angles<Element, kSize, kAligned> angles;
   if (is_rotated) angles.load(p, position, chunk * kSize);
@@ -236,10 +242,11 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
       }
     }
   };
-  using Quantizer = typename Conditional<kToFp4, Fp4Quantizer, Int4Quantizer>::Type;
-  [[maybe_unused]] Quantizer quantizers[kGroupHeads];
-  using Bytes = typename Conditional<kTo4Bits, FourBitChunk<kSize, kAligned, Quantizer>,
-                                     ByteChunk<kSize, kAligned, kScalesTokens>>::Type;
+  using Bytes = ByteChunk<kSize, kAligned, kBits == 4 ? 4 : 8>;
+  const auto quantizer_of = [&](const auto* limits) {
+    return Quantizer(limits, is_v ? p.v_factor : p.k_factor, p.scales.element);
+  };
+  const auto larger = [](float a, float b) { return fmaxf(a, b); };
   const bool has_kv = __any_sync(ptx::kAllLanes, !is_q);  // the warp
   if constexpr (kTakesHeads) {
     if (has_kv) {
@@ -258,7 +265,7 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
       const KvTensor& target = is_q ? q_target : is_v ? p.v_cache : p.k_cache;
       const int32_t element_bytes = is_quantized ? 1 : 2;
       char* to = static_cast<char*>(const_cast<void*>(target.data)) +
-                 (target.element(token, group.first_head) + chunk * kColumns / (kTo4Bits && is_quantized ? 2 : 1)) *
+                 (target.element(token, group.first_head) + chunk * kColumns / (kBits == 4 && is_quantized ? 2 : 1)) *
                      element_bytes;
 #pragma unroll
       for (int32_t i = 0; i < kGroupHeads; ++i) {
@@ -302,50 +309,30 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
           x[i].store(reinterpret_cast<uint16_t*>(to), kSize);
         }
         if constexpr (kRotates) rotate_head(rotated, p.head_dim, chunk * kColumns, lanes);
-        if constexpr (kToFp4) {
+        if constexpr (kLimits > 0) {
           constexpr int32_t kBlockLanes = kScaleColumns / kColumns;
-          float largest[1] = {};
+          float limits[kLimits];
 #pragma unroll
-          for (int32_t j = 0; j < kColumns; ++j) largest[0] = fmaxf(largest[0], fabsf(rotated[j]));
-          over_lanes(largest, kBlockLanes, [](float x, float y) { return fmaxf(x, y); });
-          quantizers[i] = Fp4Quantizer(largest[0], is_v ? p.v_factor : p.k_factor, p.scales.element);
-          if (writes_kv && chunk % kBlockLanes == 0)
-            (is_v ? p.v_token_scales : p.k_token_scales)
-                .write_block(token, group.first_head + i, chunk / kBlockLanes, quantizers[i].scale);
-        } else if constexpr (kToInt4) {
-          float limits[2] = {minus_infinity(), minus_infinity()};  // as below
-          if (chunk * kColumns < p.head_dim) {
+          for (float& limit : limits) limit = first_limit<kLimits>();  // lanes without columns keep it
+          if (kLimits == 1 || chunk * kColumns < p.head_dim) {
 #pragma unroll
-            for (int32_t j = 0; j < kColumns; ++j) {
-              limits[0] = fmaxf(limits[0], rotated[j]);
-              limits[1] = fmaxf(limits[1], -rotated[j]);
-            }
+            for (int32_t j = 0; j < kColumns; ++j) add_to_limits<kLimits>(limits, rotated[j]);
           }
-          over_lanes(limits, lanes, [](float x, float y) { return fmaxf(x, y); });
-          quantizers[i] = Int4Quantizer(-limits[1], limits[0]);
-          scales[i] = quantizers[i].scale.stored();
-        } else if constexpr (kScalesTokens) {
-          float largest[1] = {};
-#pragma unroll
-          for (int32_t j = 0; j < kColumns; ++j) largest[0] = fmaxf(largest[0], fabsf(rotated[j]));
-          over_lanes(largest, lanes, [](float x, float y) { return fmaxf(x, y); });
-          scales[i] = token_scale(largest[0], p.scales.element);
-        }
-        if constexpr (kScalesTokens) {
-          if (writes_kv && chunk == 0)
-            (is_v ? p.v_token_scales : p.k_token_scales).write(token, group.first_head + i, scales[i]);
+          over_lanes(limits, kOfBlocks ? kBlockLanes : lanes, larger);
+          quantizers[i] = quantizer_of(limits);
+          const TokenScales& written = is_v ? p.v_token_scales : p.k_token_scales;
+          if constexpr (kOfBlocks) {
+            if (writes_kv && chunk % kBlockLanes == 0)
+              written.write_block(token, group.first_head + i, chunk / kBlockLanes, quantizers[i].stored());
+          } else {
+            if (writes_kv && chunk == 0) written.write(token, group.first_head + i, quantizers[i].stored());
+          }
         }
         if (writes_kv && is_quantized) {
+          const auto pairs = pairs_of(quantizers[i], p.scales.element);
           Bytes bytes;
-          if constexpr (kTo4Bits) {
 #pragma unroll
-            for (int32_t j = 0; j < kSize; ++j) bytes.set(j, rotated[2 * j], rotated[2 * j + 1], quantizers[i]);
-          } else {
-            const Divisor divisor(scales[i]);
-#pragma unroll
-            for (int32_t j = 0; j < kSize; ++j)
-              bytes.set(j, rotated[2 * j], rotated[2 * j + 1], divisor, p.scales.element);
-          }
+          for (int32_t j = 0; j < kSize; ++j) bytes.set(j, pairs(rotated[2 * j], rotated[2 * j + 1]));
           bytes.store(reinterpret_cast<uint8_t*>(to), kSize);
         } else if (writes_kv) {
 #pragma unroll
@@ -361,12 +348,12 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
   const bool finds_scales = kScalesTokens && !kTakesHeads && has_kv;
   // Warps with heads of K or V have returned. This removes the code for them below.
   if (kTakesHeads && !is_q) __builtin_unreachable();
-  if (finds_scales) {
-    if constexpr (kToInt4) {
-      float limits[2 * kGroupHeads];  // of each head: the largest of its numbers, and of their negatives
+  if constexpr (kScalesTokens) {
+    if (finds_scales) {
+      float limits[kGroupHeads * kLimits];
 #pragma unroll
-      for (int32_t i = 0; i < 2 * kGroupHeads; ++i) limits[i] = minus_infinity();  // lanes without columns keep it
-      if (2 * kSize * chunk < p.head_dim) {
+      for (float& limit : limits) limit = first_limit<kLimits>();  // lanes without columns keep it
+      if (kLimits == 1 || 2 * kSize * chunk < p.head_dim) {
 #pragma unroll
         for (int32_t i = 0; i < kGroupHeads; ++i) {
           if (p.is_interleaved != 0) x[i].deinterleave();
@@ -376,33 +363,15 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
             finish_pairs(i, j, kNormalizes ? factors[i] * p.norm_offset : 0.0f, a, b);
 #pragma unroll
             for (int32_t k = 0; k < 2; ++k) {
-              limits[2 * i] = fmaxf(limits[2 * i], fmaxf(a[k], b[k]));
-              limits[2 * i + 1] = fmaxf(limits[2 * i + 1], -fminf(a[k], b[k]));
+              add_to_limits<kLimits>(limits + i * kLimits, a[k]);
+              add_to_limits<kLimits>(limits + i * kLimits, b[k]);
             }
           }
         }
       }
-      over_lanes(limits, lanes, [](float a, float b) { return fmaxf(a, b); });
+      over_lanes(limits, lanes, larger);
 #pragma unroll
-      for (int32_t i = 0; i < kGroupHeads; ++i) {
-        quantizers[i] = Int4Quantizer(-limits[2 * i + 1], limits[2 * i]);
-        scales[i] = quantizers[i].scale.stored();
-      }
-    } else if constexpr (kScalesTokens) {
-      float largest[kGroupHeads] = {};
-#pragma unroll
-      for (int32_t i = 0; i < kGroupHeads; ++i) {
-        if (p.is_interleaved != 0) x[i].deinterleave();
-#pragma unroll
-        for (int32_t j = 0; j < kSize / 2; ++j) {
-          float a[2], b[2];
-          finish_pairs(i, j, kNormalizes ? factors[i] * p.norm_offset : 0.0f, a, b);
-          largest[i] = fmaxf(fmaxf(fmaxf(largest[i], fabsf(a[0])), fmaxf(fabsf(a[1]), fabsf(b[0]))), fabsf(b[1]));
-        }
-      }
-      over_lanes(largest, lanes, [](float a, float b) { return fmaxf(a, b); });
-#pragma unroll
-      for (int32_t i = 0; i < kGroupHeads; ++i) scales[i] = token_scale(largest[i], p.scales.element);
+      for (int32_t i = 0; i < kGroupHeads; ++i) quantizers[i] = quantizer_of(limits + i * kLimits);
     }
   }
 
@@ -418,11 +387,11 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
       const TokenScales& of_tokens = is_v ? p.v_token_scales : p.k_token_scales;
 #pragma unroll
       for (int32_t i = 0; i < kGroupHeads; ++i)
-        if (chunk == 0 && i < heads) of_tokens.write(token, group.first_head + i, scales[i]);
+        if (chunk == 0 && i < heads) of_tokens.write(token, group.first_head + i, quantizers[i].stored());
     }
   }
   const int64_t element =
-      target.element(token, group.first_head) + (kTo4Bits && is_quantized ? place.low / 2 : place.low);
+      target.element(token, group.first_head) + (kBits == 4 && is_quantized ? place.low / 2 : place.low);
   char* to = static_cast<char*>(const_cast<void*>(target.data)) + element * element_bytes;
   const int64_t head_bytes = target.head_stride * element_bytes;
 #pragma unroll
@@ -430,21 +399,16 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
     if (i >= heads) return;
     x[i].opaque();
     if (!finds_scales && p.is_interleaved != 0) x[i].deinterleave();
-    const Divisor divisor(is_quantized && !kTo4Bits ? scales[i] : 1.0f);
     const float offset = kNormalizes ? factors[i] * p.norm_offset : 0.0f;
+    const auto pairs = pairs_of(quantizers[i], p.scales.element);
     Bytes bytes;
 #pragma unroll
     for (int32_t j = 0; j < kSize / 2; ++j) {
       float a[2], b[2];
       finish_pairs(i, j, offset, a, b);
       if (is_quantized) {
-        if constexpr (kTo4Bits) {
-          bytes.set(j, a[0], a[1], quantizers[i]);
-          bytes.set(kSize / 2 + j, b[0], b[1], quantizers[i]);
-        } else {
-          bytes.set(j, a[0], a[1], divisor, p.scales.element);
-          bytes.set(kSize / 2 + j, b[0], b[1], divisor, p.scales.element);
-        }
+        bytes.set(j, pairs(a[0], a[1]));
+        bytes.set(kSize / 2 + j, pairs(b[0], b[1]));
       } else if (!is_same<Element, CacheElement> && is_cached) {
         x[i].words[j] = pack_finite<CacheElement>(a[0], a[1]);
         x[i].words[kSize / 2 + j] = pack_finite<CacheElement>(b[0], b[1]);
@@ -464,31 +428,31 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
 }
 
 /// As many CTAs share a multiprocessor as fit without spilled registers.
-constexpr bool kKernelTakesHeads = takes_heads(kKernelRounding, kKernelRotates);
-constexpr int kPlainCtasPerSm = kKernelRounding == Rounding::kToFp4    ? 5
-                                : kKernelTakesHeads                    ? 6
-                                : kKernelRounding == Rounding::k16Bits ? 9
-                                : kKernelRounding == Rounding::kToInt4 ? 7
-                                                                       : 8;
-constexpr int kNormedCtasPerSm = kKernelTakesHeads ? 5 : kKernelRounding < Rounding::kByTokenScales ? 7 : 6;
+constexpr bool kKernelTakesHeads = takes_heads<KernelQuantizer>(kKernelRotates);
+constexpr int kPlainCtasPerSm = KernelQuantizer::kOfBlocks      ? 5
+                                : kKernelTakesHeads             ? 6
+                                : KernelQuantizer::kBits == 16  ? 9
+                                : KernelQuantizer::kLimits == 2 ? 7
+                                                                : 8;
+constexpr int kNormedCtasPerSm = kKernelTakesHeads ? 5 : KernelQuantizer::kLimits == 0 ? 7 : 6;
 constexpr int kGeneralCtasPerSm = 8;
 
 }  // namespace attn
 
 extern "C" __global__ void __launch_bounds__(attn::kAppendQkvThreads, attn::kPlainCtasPerSm)
     append_qkv_plain_kernel(const __grid_constant__ attn::QkvParams params) {
-  attn::append_qkv<attn::KernelElement, attn::QkvKernel::kPlain, attn::kKernelRounding, attn::KernelCacheElement,
+  attn::append_qkv<attn::KernelElement, attn::QkvKernel::kPlain, attn::KernelQuantizer, attn::KernelCacheElement,
                    attn::kKernelRotates>(params);
 }
 
 extern "C" __global__ void __launch_bounds__(attn::kAppendQkvThreads, attn::kNormedCtasPerSm)
     append_qkv_normed_kernel(const __grid_constant__ attn::QkvParams params) {
-  attn::append_qkv<attn::KernelElement, attn::QkvKernel::kNormed, attn::kKernelRounding, attn::KernelCacheElement,
+  attn::append_qkv<attn::KernelElement, attn::QkvKernel::kNormed, attn::KernelQuantizer, attn::KernelCacheElement,
                    attn::kKernelRotates>(params);
 }
 
 extern "C" __global__ void __launch_bounds__(attn::kAppendQkvThreads, attn::kGeneralCtasPerSm)
     append_qkv_general_kernel(const __grid_constant__ attn::QkvParams params) {
-  attn::append_qkv<attn::KernelElement, attn::QkvKernel::kGeneral, attn::kKernelRounding, attn::KernelCacheElement,
+  attn::append_qkv<attn::KernelElement, attn::QkvKernel::kGeneral, attn::KernelQuantizer, attn::KernelCacheElement,
                    attn::kKernelRotates>(params);
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cache/params.h"
+#include "cache/quantizers.h"
 #include "common/data_type.h"
 #include "common/math.h"
 #include "common/platform.h"
@@ -78,15 +79,59 @@ class Divisor {
   float reciprocal_;
 };
 
-/// A chunk for an 8-bit cache. kOfTokens: the cache has TokenScales.
-template <int32_t kSize, bool kAligned, bool kOfTokens = false>
+// How K and V are written: as elements of 16 bits, divided by the scales of an 8-bit cache, or by a quantizer
+// (quantizers.h).
+
+struct Elements16Bits {
+  static constexpr int kBits = 16, kLimits = 0;
+  static constexpr bool kOfBlocks = false;
+  ATTN_HD uint32_t code(float /*x*/) const { return 0; }  // is not called
+};
+
+struct GivenScales {
+  static constexpr int kBits = 8, kLimits = 0;
+  static constexpr bool kOfBlocks = false;
+  float scale;
+};
+
+/// Rounds pairs of numbers for an 8-bit cache. kOfTokens: with TokenScales.
+template <bool kOfTokens>
+struct BytePairs {
+  Divisor divisor;
+  DataType dtype;
+
+  __device__ __forceinline__ uint32_t operator()(float low, float high) const {
+    low = divisor.divide(low), high = divisor.divide(high);
+    if constexpr (kOfTokens) return dtype == DataType::kInt8 ? ptx::pack_int8(low, high) : ptx::pack_e4m3(low, high);
+    return dtype == DataType::kFloat8E4M3 ? ptx::pack_e4m3(low, high) : ptx::pack_e5m2(low, high);
+  }
+};
+
+/// For a 4-bit cache: numbers are bytes until they are stored.
+template <class Quantizer>
+struct CodePairs {
+  const Quantizer& quantizer;
+
+  __device__ __forceinline__ uint32_t operator()(float low, float high) const {
+    return quantizer.code(low) | quantizer.code(high) << 8;
+  }
+};
+
+template <class Quantizer>
+__device__ __forceinline__ auto pairs_of(const Quantizer& quantizer, DataType dtype) {
+  if constexpr (Quantizer::kBits == 8)
+    return BytePairs<(Quantizer::kLimits > 0)>{Divisor(quantizer.scale), dtype};
+  else
+    return CodePairs<Quantizer>{quantizer};
+}
+
+/// A chunk for a cache of kBits bits, 8 or 4.
+template <int32_t kSize, bool kAligned, int kBits = 8>
 struct ByteChunk {
   uint32_t words[kSize / 2] = {};
 
-  /// Pair i of the elements.
-  __device__ __forceinline__ void set(int32_t i, float low, float high, const Divisor& scale, DataType dtype) {
-    words[i / 2] |= rounded(scale.divide(low), scale.divide(high), dtype) << i % 2 * 16;
-  }
+  /// Pair i of the elements, as bytes.
+  __device__ __forceinline__ void set(int32_t i, uint32_t pair) { words[i / 2] |= pair << i % 2 * 16; }
 
   __device__ __forceinline__ void interleave() {
     uint32_t was[kSize / 2];
@@ -99,59 +144,27 @@ struct ByteChunk {
     }
   }
 
-  __device__ __forceinline__ void store(uint8_t* to, int32_t distance) const {
-    store_bytes<kSize, kAligned>(words, to);
-    store_bytes<kSize, kAligned>(words + kSize / 4, to + distance);
-  }
-
- private:
-  __device__ __forceinline__ static uint32_t rounded(float low, float high, DataType dtype) {
-    if constexpr (kOfTokens) return dtype == DataType::kInt8 ? ptx::pack_int8(low, high) : ptx::pack_e4m3(low, high);
-    switch (dtype) {
-      case DataType::kFloat8E4M3:
-        return ptx::pack_e4m3(low, high);
-      case DataType::kFloat8E5M2:
-        return ptx::pack_e5m2(low, high);
-      case DataType::kFloat32:
-      case DataType::kFloat16:
-      case DataType::kBFloat16:
-      case DataType::kScaledLatent:
-      case DataType::kInt8:
-      case DataType::kInt4:
-      case DataType::kNvFp4:
-      case DataType::kMxFp4:
-        break;  // have other kernels
-    }
-    __builtin_unreachable();  // returning a number would add a test for each pair: 6 % more instructions
-  }
-};
-
-/// The same for a 4-bit cache: numbers are bytes until they are stored. Quantizer: Int4Quantizer or Fp4Quantizer.
-template <int32_t kSize, bool kAligned, class Quantizer>
-struct FourBitChunk : ByteChunk<kSize, kAligned> {
-  using ByteChunk<kSize, kAligned>::words;
-
-  __device__ __forceinline__ void set(int32_t i, float low, float high, const Quantizer& quantizer) {
-    words[i / 2] |= (quantizer.code(low) | quantizer.code(high) << 8) << i % 2 * 16;
-  }
-
   /// to: of the lower half; the upper is `distance` columns further.
   __device__ __forceinline__ void store(uint8_t* to, int32_t distance) const {
     store_half(words, to);
-    store_half(words + kSize / 4, to + distance / 2);
+    store_half(words + kSize / 4, to + distance * kBits / 8);
   }
 
  private:
   __device__ __forceinline__ static void store_half(const uint32_t* bytes, uint8_t* to) {
-    uint32_t packed = 0;
-#pragma unroll
-    for (int32_t i = 0; i < kSize / 4; ++i)
-      packed |= (__byte_perm(bytes[i] | bytes[i] >> 4, 0, 0x4420) & 0xffffu) << i * 16;
-    if constexpr (kAligned) {
-      *reinterpret_cast<uint32_t*>(to) = packed;
+    if constexpr (kBits == 8) {
+      store_bytes<kSize, kAligned>(bytes, to);
     } else {
+      uint32_t packed = 0;
 #pragma unroll
-      for (int32_t i = 0; i < kSize / 2; ++i) to[i] = static_cast<uint8_t>(packed >> i * 8);
+      for (int32_t i = 0; i < kSize / 4; ++i)
+        packed |= (__byte_perm(bytes[i] | bytes[i] >> 4, 0, 0x4420) & 0xffffu) << i * 16;
+      if constexpr (kAligned) {
+        *reinterpret_cast<uint32_t*>(to) = packed;
+      } else {
+#pragma unroll
+        for (int32_t i = 0; i < kSize / 2; ++i) to[i] = static_cast<uint8_t>(packed >> i * 8);
+      }
     }
   }
 };

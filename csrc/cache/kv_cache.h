@@ -45,23 +45,6 @@ struct TokenScales : KvTensor {
   }
 };
 
-/// A scale of an int4 cache. Numbers c from 0 to 15 are stored for the values scale * (c - zero_point).
-struct Int4Scale {
-  static constexpr uint32_t kZeroPoint = 15;  // its bits
-
-  float scale;
-  int32_t zero_point;  // from 0 to 15
-
-  Int4Scale() = default;
-  ATTN_HD explicit Int4Scale(float stored)
-      : scale(bits_float(float_bits(stored) & ~kZeroPoint)),
-        zero_point(static_cast<int32_t>(float_bits(stored) & kZeroPoint)) {}
-
-  ATTN_HD float stored() const {
-    return bits_float((float_bits(scale) & ~kZeroPoint) | static_cast<uint32_t>(zero_point));
-  }
-};
-
 /// Rows of heads: element (token, head, i) is data[token * token_stride + head * head_stride + i].
 struct HeadRows {
   const void* data;

@@ -53,69 +53,6 @@ ATTN_HD float latent_scale(float largest) {
   return max_of(largest / 448.0f, kLeast);
 }
 
-/// The scale of a token's head whose numbers have at most this magnitude, of a cache with TokenScales: as in vLLM.
-ATTN_HD float token_scale(float largest, DataType element) {
-  return max_of(largest / (element == DataType::kInt8 ? 127.0f : 448.0f), 1e-6f);
-}
-
-/// How the numbers of a token's head are stored in an int4 cache, as in vLLM.
-struct Int4Quantizer {
-  Int4Scale scale;  // `scale.scale` with all its bits: numbers are divided by it
-  float reciprocal;
-
-  Int4Quantizer() = default;
-  ATTN_HD Int4Quantizer(float smallest, float largest) {
-    scale.scale = max_of((largest - smallest) / 15.0f, 1e-6f);
-    scale.zero_point = rounded(-smallest / scale.scale);
-    reciprocal = 1.0f / scale.scale;
-  }
-
-  /// The 4-bit code of a number.
-  ATTN_HD uint32_t code(float x) const {
-    return static_cast<uint32_t>(rounded(x * reciprocal + static_cast<float>(scale.zero_point)));
-  }
-
- private:
-  /// The nearest integer from 0 to 15, halves up; 0 for NaN.
-  ATTN_HD static int32_t rounded(float x) {
-    const float up = x + 0.5f;
-    return up >= 1.0f ? static_cast<int32_t>(min_of(up, 15.0f)) : 0;
-  }
-};
-
-/// How kScaleColumns numbers are stored in a cache with scales of blocks. `factor`: of all scales, over NVFP4.
-struct Fp4Quantizer {
-  uint32_t scale;  // as stored
-  float reciprocal;
-  bool ties_away;  // SGLang rounds ties away from zero, NVIDIA's instructions to even
-
-  Fp4Quantizer() = default;
-  ATTN_HD Fp4Quantizer(float largest, float factor, DataType element) : ties_away(element == DataType::kMxFp4) {
-    constexpr float kLargest = 6.0f;  // of e2m1
-    if (element == DataType::kMxFp4) {
-      constexpr uint32_t kMaxExponent = 240;  // kernels multiply the scale by 2^14
-      const uint32_t bits = float_bits(max_of(largest / kLargest, 1e-10f));
-      scale = min_of((bits + 0x7fffffu) >> 23, kMaxExponent);  // the next power of 2
-      reciprocal = bits_float((254u - scale) << 23);
-    } else {
-      scale = e4m3_bits(largest / kLargest / factor);
-      reciprocal = scale == 0 ? 0.0f : 1.0f / (e4m3_value(scale) * factor);
-    }
-  }
-
-  /// The 4-bit code of a number; 0 for NaN. The numbers from 1 on are rounded in their bits, to one bit of a mantissa.
-  ATTN_HD uint32_t code(float x) const {
-    constexpr uint32_t kOne = 0x3f800000u, kQuarter = 0x3e800000u, kThreeQuarters = 0x3f400000u;  // float32's bits
-    constexpr uint32_t kInfinity = 0x7f800000u;
-    const uint32_t bits = float_bits(x * reciprocal);
-    const uint32_t magnitude = bits & 0x7fffffffu, sign = bits >> 31 << 3;
-    const uint32_t half = ties_away ? 0x200000u : 0x1fffffu + (bits >> 22 & 1);
-    const uint32_t normal = min_of((magnitude + half) >> 22, (kOne >> 22) + 5) - (kOne >> 22) + 2;
-    const uint32_t subnormal = (magnitude >= kQuarter + (ties_away ? 0 : 1) ? 1 : 0) + (magnitude >= kThreeQuarters);
-    return magnitude > kInfinity ? 0 : (magnitude >= kOne ? normal : subnormal) | sign;
-  }
-};
-
 /// What gives the angle of pair i at a position.
 enum class RotaryTable : int32_t {
   kNone,         // no rotation
@@ -126,8 +63,8 @@ enum class RotaryTable : int32_t {
 
 /// Appends a projection's Q, K and V. Normalizes the heads of Q and K (RMS) and rotates them (RoPE). Writes Q to q_out,
 /// and K and V to slot slots[token] of the cache, in the cache's type. Values for an 8-bit cache are divided by its
-/// scales first, or by token_scale(), which is stored. An Int4Quantizer or Fp4Quantizer makes the numbers of a 4-bit
-/// cache. Negative slots and slots beyond the cache are skipped.
+/// scales first. For a cache with TokenScales, a quantizer makes numbers and scales (quantizers.h). Negative slots and
+/// slots beyond the cache are skipped.
 struct QkvParams {
   HeadRows q, k, v;
   HeadRows q_out;    // written; may be q
@@ -163,10 +100,6 @@ struct QkvParams {
 /// The kernels. kGeneral takes everything, a few bytes at a time. The others need aligned tensors, and angles from a
 /// table. kRounded is for 8-bit caches without TokenScales, rotated rows, Q and angles.
 enum class QkvKernel : int32_t { kPlain, kNormed, kGeneral, kRounded };
-
-/// How K and V are written: in a 16-bit type, or in 8 bits, divided by the cache's scales or by token_scale(), or in 4,
-/// by an Int4Quantizer or a Fp4Quantizer.
-enum class Rounding { k16Bits, kByScales, kByTokenScales, kToInt4, kToFp4 };
 
 ATTN_HD QkvKernel kernel_for(const QkvParams& p) {
   const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };

@@ -1,47 +1,80 @@
-// Element types of tensors.
+// Element types of tensors, and how caches store them.
 #pragma once
 
 #include "common/platform.h"
 
 namespace attn {
 
-/// The order matters. These functions compare the numbers:
-/// - has_8_bits(): from kFloat8E4M3 on;
-/// - is_integer in set_scales() (runtime/append.cpp), types whose caches always have TokenScales: from kInt8 on;
-/// - has_4_bits(): from kInt4 on;
-/// - has_block_scales(): from kNvFp4 on.
 enum class DataType : int32_t {
-  kFloat32 = 0,
-  kFloat16 = 1,
-  kBFloat16 = 2,
-  kFloat8E4M3 = 3,  // without infinities; 0x7f and 0xff are NaN
-  kFloat8E5M2 = 4,
-  kScaledLatent = 5,  // bytes of rows of MLA's latents: cache/kv_cache.h
-  kInt8 = 6,          // of caches with TokenScales
-  // of caches with TokenScales; a byte has two columns
-  kInt4 = 7,
-  kNvFp4 = 8,  // e2m1; a block of columns has an e4m3 scale
-  kMxFp4 = 9   // e2m1; a block of columns has an e8m0 scale
+  kFloat32,
+  kFloat16,
+  kBFloat16,
+  kFloat8E4M3,  // without infinities; 0x7f and 0xff are NaN
+  kFloat8E5M2,
+  kScaledLatent,  // bytes of rows of MLA's latents: cache/kv_cache.h
+  kInt8,
+  kInt4,
+  kNvFp4,  // e2m1
+  kMxFp4   // e2m1
 };
 
+/// TokenScales of a type: a number for each token and head, or one for each kScaleColumns columns of these.
+enum class ScaleType : int32_t { kNone, kFloat32, kE4M3, kE8M0 };
+constexpr int32_t kScaleColumns = 16;
+
+/// What Hopper's decode multiplies if it reads packed tiles (attention/sm90/packed_decode.cuh).
+enum class PackedProducts : int32_t { kNone, kF16, kBf16 };
+
+struct StoredFormat {
+  const char* name;                           // of the DataType, in Python
+  int32_t bits;                               // of 4, a byte has two columns
+  ScaleType token_scales = ScaleType::kNone;  // that caches always have; 8-bit floats may have kFloat32
+  PackedProducts packed = PackedProducts::kNone;
+};
+
+constexpr int32_t kNumDataTypes = static_cast<int32_t>(DataType::kMxFp4) + 1;
+
+ATTN_HD constexpr StoredFormat stored_format(DataType dtype) {
+  constexpr StoredFormat kFormats[] = {
+      // in the order of DataType
+      {"kFloat32", 32},
+      {"kFloat16", 16},
+      {"kBFloat16", 16},
+      {"kFloat8E4M3", 8},
+      {"kFloat8E5M2", 8},
+      {"kScaledLatent", 8},
+      {"kInt8", 8, ScaleType::kFloat32},
+      {"kInt4", 4, ScaleType::kFloat32, PackedProducts::kF16},
+      {"kNvFp4", 4, ScaleType::kE4M3, PackedProducts::kF16},
+      {"kMxFp4", 4, ScaleType::kE8M0, PackedProducts::kBf16},
+  };
+  static_assert(sizeof(kFormats) / sizeof(kFormats[0]) == kNumDataTypes, "one for each type");
+  return kFormats[static_cast<int32_t>(dtype)];
+}
+
 /// Types whose numbers are multiplied by scales: of a cache, and of Q and O used with it. They are stored in bytes.
-ATTN_HD constexpr bool has_8_bits(DataType dtype) { return dtype >= DataType::kFloat8E4M3; }
+ATTN_HD constexpr bool has_8_bits(DataType dtype) { return stored_format(dtype).bits <= 8; }
 
 /// Types with two columns in a byte.
-ATTN_HD constexpr bool has_4_bits(DataType dtype) { return dtype >= DataType::kInt4; }
+ATTN_HD constexpr bool has_4_bits(DataType dtype) { return stored_format(dtype).bits == 4; }
 
 /// Types with a scale for each kScaleColumns columns.
-ATTN_HD constexpr bool has_block_scales(DataType dtype) { return dtype >= DataType::kNvFp4; }
-constexpr int32_t kScaleColumns = 16;
+ATTN_HD constexpr bool has_block_scales(DataType dtype) {
+  return stored_format(dtype).token_scales > ScaleType::kFloat32;
+}
 
 /// Words of TokenScales of a head: a float32 number, or the bytes of its blocks' scales.
 ATTN_HD constexpr int32_t scale_words(int32_t columns, bool has_block_scales) {
   return has_block_scales ? columns / (4 * kScaleColumns) : 1;
 }
 
+/// Columns of heads of a 4-bit cache are a multiple: rows are moved in pieces of 16 bytes, scales of blocks in words.
+ATTN_HD constexpr int32_t column_step(DataType dtype) { return has_block_scales(dtype) ? 4 * kScaleColumns : 32; }
+
 /// Of what strides count: an element, or a byte with two columns.
 ATTN_HD constexpr int32_t bytes_of(DataType dtype) {
-  return dtype == DataType::kFloat32 ? 4 : has_8_bits(dtype) ? 1 : 2;
+  const int32_t bits = stored_format(dtype).bits;
+  return bits < 8 ? 1 : bits / 8;
 }
 
 /// The same count for a row of `columns` columns.

@@ -10,6 +10,7 @@
 namespace attn {
 
 struct BFloat16 {
+  static constexpr DataType kType = DataType::kBFloat16;
   static constexpr int kBytes = 2;
   static constexpr ptx::MmaType kMmaType = ptx::MmaType::kBFloat16;
   __device__ __forceinline__ static uint32_t pack(float low, float high) { return ptx::pack_bf16(low, high); }
@@ -21,6 +22,7 @@ struct BFloat16 {
 };
 
 struct Float16 {
+  static constexpr DataType kType = DataType::kFloat16;
   static constexpr int kBytes = 2;
   static constexpr ptx::MmaType kMmaType = ptx::MmaType::kFloat16;
   __device__ __forceinline__ static uint32_t pack(float low, float high) { return ptx::pack_f16(low, high); }
@@ -56,6 +58,7 @@ __device__ __forceinline__ uint4 converted(const uint4& pairs) {
 // a word, (0, 1) or (2, 3), to_f16_apart() of the pairs (0, 2) and (1, 3).
 
 struct Float8E4M3 {
+  static constexpr DataType kType = DataType::kFloat8E4M3;
   static constexpr int kBytes = 1;
   static constexpr bool kRowsHaveScales = false;
   __device__ __forceinline__ static uint32_t to_f16(uint32_t word, int i) {
@@ -69,6 +72,7 @@ struct Float8E4M3 {
 };
 
 struct Float8E5M2 {
+  static constexpr DataType kType = DataType::kFloat8E5M2;
   static constexpr int kBytes = 1;
   static constexpr bool kRowsHaveScales = false;
   __device__ __forceinline__ static uint32_t to_f16(uint32_t word, int i) {
@@ -80,6 +84,7 @@ struct Float8E5M2 {
 };
 
 struct Int8 {
+  static constexpr DataType kType = DataType::kInt8;
   static constexpr int kBytes = 1;
   static constexpr bool kRowsHaveScales = false;
   /// f16 numbers 1024 + 128. With a byte as their last eight bits, they are 1024 + byte.
@@ -93,47 +98,78 @@ struct Int8 {
   }
 };
 
-/// Numbers from 0 to 15, two in a byte. TokenScales have zero points for them (Int4Scale).
+// 4-bit types: two columns in a byte, the lower half first. dequantize() makes eight numbers of word number
+// `word_number` of a row. `scale_word`: of its TokenScales; over scales of blocks, their word number word_number / 8.
+// `factor`: multiplies these.
+
+/// Numbers from 0 to 15, with a zero point in each of the TokenScales (Int4Scale).
 struct Int4 {
-  static constexpr int kBytes = 1;  // a byte with two numbers
+  static constexpr DataType kType = DataType::kInt4;
+  static constexpr int kBytes = 1;
   static constexpr bool kRowsHaveScales = false;
+  template <class Element>
+  __device__ __forceinline__ static uint4 dequantize(uint32_t word, int /*word_number*/, uint32_t scale_word,
+                                                     float /*factor*/) {
+    const float scale = __uint_as_float(scale_word & ~15u);
+    const uint32_t zero_points = (scale_word & 15u) * 0x10001u | 0x64006400u;  // twice 1024 more than it, in f16
+    float values[8];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t pair = ptx::sub_f16((word >> 4 * i & 0x000f000fu) | 0x64006400u, zero_points);
+      values[i] = Float16::unpack(pair) * scale;
+      values[i + 4] = Float16::unpack(pair >> 16) * scale;
+    }
+    return make_uint4(Element::pack(values[0], values[1]), Element::pack(values[2], values[3]),
+                      Element::pack(values[4], values[5]), Element::pack(values[6], values[7]));
+  }
 };
 
-/// e2m1 numbers, two in a byte. kScaleColumns of them have an e4m3 scale.
-struct NvFp4 {
-  static constexpr int kBytes = 1;  // a byte with two numbers
+/// e2m1 numbers. Format::scale(): scale number i of a word.
+template <class Format, DataType kType_>
+struct E2M1 {
+  static constexpr DataType kType = kType_;
+  static constexpr int kBytes = 1;
   static constexpr bool kRowsHaveScales = false;
-  /// Scale number i of a word of TokenScales.
+  template <class Element>
+  __device__ __forceinline__ static uint4 dequantize(uint32_t word, int word_number, uint32_t scale_word,
+                                                     float factor) {
+    constexpr float kBias = 16384.0f;  // the product with it corrects the exponents, of subnormal numbers, too
+    const float scale = Format::scale(scale_word, word_number / 2 % 4) * factor;
+    float values[8];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // numbers i and i + 4, moved to where an f16 has sign, exponent and mantissa
+      const uint32_t magnitudes = i < 3 ? word << (9 - 4 * i) : word >> 3;
+      const uint32_t pair = (word << (12 - 4 * i) & 0x80008000u) | (magnitudes & 0x0e000e00u);
+      values[i] = Float16::unpack(pair) * (scale * kBias);
+      values[i + 4] = Float16::unpack(pair >> 16) * (scale * kBias);
+    }
+    // The largest number of a block may be rounded up, beyond float16.
+    return make_uint4(pack_finite<Element>(values[0], values[1]), pack_finite<Element>(values[2], values[3]),
+                      pack_finite<Element>(values[4], values[5]), pack_finite<Element>(values[6], values[7]));
+  }
+};
+
+/// Blocks have an e4m3 scale.
+struct NvFp4 : E2M1<NvFp4, DataType::kNvFp4> {
   __device__ __forceinline__ static float scale(uint32_t word, int i) {
     return Float16::unpack(ptx::f16_of_e4m3(static_cast<uint16_t>(word >> 8 * i)));
   }
 };
 
-/// e2m1 numbers, two in a byte. kScaleColumns of them have a power of 2 as their scale, stored as its exponent (e8m0).
-struct MxFp4 {
-  static constexpr int kBytes = 1;  // a byte with two numbers
-  static constexpr bool kRowsHaveScales = false;
+/// Blocks have a power of 2 as their scale, stored as its exponent (e8m0).
+struct MxFp4 : E2M1<MxFp4, DataType::kMxFp4> {
   __device__ __forceinline__ static float scale(uint32_t word, int i) {
     return __uint_as_float((word >> 8 * i & 0xffu) << 23);
   }
 };
 
-/// Whether kScaleColumns columns share a scale.
 template <class Element>
-constexpr bool kHasBlockScales = is_same<Element, NvFp4> || is_same<Element, MxFp4>;
-template <class Element>
-constexpr bool kHas4Bits = is_same<Element, Int4> || kHasBlockScales<Element>;
-/// The DataType of a 4-bit element; kFloat32 for all other elements.
-template <class Element>
-constexpr DataType kFourBits = is_same<Element, Int4>    ? DataType::kInt4
-                               : is_same<Element, NvFp4> ? DataType::kNvFp4
-                               : is_same<Element, MxFp4> ? DataType::kMxFp4
-                                                         : DataType::kFloat32;
+constexpr bool kHas4Bits = has_4_bits(Element::kType);
 
 /// Bytes of a stored row of 8-bit or 4-bit numbers; elements of a row of any other type.
 template <class Element>
 ATTN_HD constexpr int stored_columns(int columns) {
-  return kHas4Bits<Element> ? columns / 2 : columns;
+  return stored_columns(columns, Element::kType);
 }
 
 /// The e4m3 numbers in rows that hold more than elements (cache/kv_cache.h).
@@ -183,57 +219,6 @@ __device__ __forceinline__ uint4 dequantize_eight(const uint2& narrow, float sca
     pair = Element::pack(Float16::unpack(pair) * scale, Float16::unpack(pair >> 16) * scale);
   }
   return make_uint4(pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1]);
-}
-
-/// A row's scale and zero point, from its Int4Scale as stored.
-struct Int4Factors {
-  float scale;
-  uint32_t zero_points;  // twice 1024 more than it, in f16
-
-  __device__ __forceinline__ explicit Int4Factors(uint32_t stored)
-      : scale(__uint_as_float(stored & ~15u)), zero_points((stored & 15u) * 0x10001u | 0x64006400u) {}
-};
-
-/// The eight numbers of a word of Int4, dequantized.
-template <class Element>
-__device__ __forceinline__ uint4 dequantize_int4(uint32_t word, const Int4Factors& of_row) {
-  float values[8];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t pair = ptx::sub_f16((word >> 4 * i & 0x000f000fu) | 0x64006400u, of_row.zero_points);
-    values[i] = Float16::unpack(pair) * of_row.scale;
-    values[i + 4] = Float16::unpack(pair >> 16) * of_row.scale;
-  }
-  return make_uint4(Element::pack(values[0], values[1]), Element::pack(values[2], values[3]),
-                    Element::pack(values[4], values[5]), Element::pack(values[6], values[7]));
-}
-
-/// The eight numbers of a word of e2m1, times `scale`.
-template <class Element>
-__device__ __forceinline__ uint4 dequantize_e2m1(uint32_t word, float scale) {
-  constexpr float kBias = 16384.0f;  // the product with it corrects the exponents, of subnormal numbers, too
-  float values[8];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {  // numbers i and i + 4, moved to where an f16 has sign, exponent and mantissa
-    const uint32_t magnitudes = i < 3 ? word << (9 - 4 * i) : word >> 3;
-    const uint32_t pair = (word << (12 - 4 * i) & 0x80008000u) | (magnitudes & 0x0e000e00u);
-    values[i] = Float16::unpack(pair) * (scale * kBias);
-    values[i + 4] = Float16::unpack(pair >> 16) * (scale * kBias);
-  }
-  // The largest number of a block may be rounded up, beyond float16.
-  return make_uint4(pack_finite<Element>(values[0], values[1]), pack_finite<Element>(values[2], values[3]),
-                    pack_finite<Element>(values[4], values[5]), pack_finite<Element>(values[6], values[7]));
-}
-
-/// The eight numbers of word number `word_number` of a row of Stored, of 4 bits, dequantized. `scale_word`: of its
-/// TokenScales; over scales of blocks, their word number word_number / 8. `factor`: multiplies these.
-template <class Element, class Stored>
-__device__ __forceinline__ uint4 dequantize_4_bits(uint32_t word, int word_number, uint32_t scale_word, float factor) {
-  if constexpr (is_same<Stored, Int4>) {
-    return dequantize_int4<Element>(word, Int4Factors(scale_word));
-  } else {
-    return dequantize_e2m1<Element>(word, Stored::scale(scale_word, word_number / 2 % 4) * factor);
-  }
 }
 
 /// The elements of a word as pairs (0, 2) and (1, 3).

@@ -92,6 +92,23 @@ ATTN_HD float fused_multiply_add(float a, float b, float c) {
 #endif
 }
 
+/// The larger number; if one is NaN, the other.
+ATTN_HD float max_number(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return fmaxf(a, b);
+#else
+  return __builtin_fmaxf(a, b);
+#endif
+}
+
+ATTN_HD float magnitude_of(float x) {
+#if defined(__CUDA_ARCH__)
+  return fabsf(x);
+#else
+  return __builtin_fabsf(x);
+#endif
+}
+
 /// tanh to 4e-7 relative, without branches or calls: g++ vectorizes loops over it.
 ATTN_HD float tanh_rational(float x) {
   x = clamp(x, -9.0f, 9.0f);  // tanh(9) = 1 - 3e-8

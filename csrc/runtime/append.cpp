@@ -101,10 +101,9 @@ KvScale append_scale(const char* name, const AnyView& scale, DLDevice device, in
 void set_scales(const char* name, const AnyView& given, const TensorView& cache, DataType kv_dtype, KvScale& scale,
                 TokenScales& token_scales) {
   const std::optional<TensorView> tensor = given == nullptr ? std::nullopt : given.try_cast<TensorView>();
-  using D = DataType;
-  const bool is_integer = kv_dtype >= D::kInt8;
-  if (is_integer || (tensor && tensor->ndim() == 3)) {
-    if (!is_integer && cache.dtype() != dl_dtype(D::kFloat8E4M3))
+  const bool needs_them = stored_format(kv_dtype).token_scales != ScaleType::kNone;
+  if (needs_them || (tensor && tensor->ndim() == 3)) {
+    if (!needs_them && kv_dtype != DataType::kFloat8E4M3)
       refuse("kv.k.dtype", dtype_name(cache.dtype()),
              "float8_e4m3fn, int8 or uint8 with a scale for each token and head");
     token_scales = checked_token_scales(name, given, cache, kv_dtype);  // refuses what is no tensor
@@ -117,13 +116,18 @@ void set_scales(const char* name, const AnyView& given, const TensorView& cache,
 /// The element type of a cache that heads of `dtype` are written to: of 8 bits or less, or of 16 if these are; else
 /// `dtype`. `scale`: K's, which tells bytes with two columns apart.
 DataType cache_dtype(const TensorView& cache, const AnyView& scale, DataType dtype) {
-  using D = DataType;
-  const std::optional<TensorView> blocks = scale == nullptr ? std::nullopt : scale.try_cast<TensorView>();
-  if (cache.dtype() == kUInt8 && blocks && blocks->ndim() == 4)
-    return blocks->dtype() == kUInt8 ? D::kMxFp4 : D::kNvFp4;
-  const auto stored =
-      find_dtype(cache.dtype(), {D::kFloat8E4M3, D::kFloat8E5M2, D::kInt8, D::kInt4, D::kBFloat16, D::kFloat16});
-  return stored && (has_8_bits(*stored) || dtype != D::kFloat32) ? *stored : dtype;
+  const std::optional<TensorView> scales = scale == nullptr ? std::nullopt : scale.try_cast<TensorView>();
+  const ScaleType of_4_bits = !scales || scales->ndim() != 4 ? ScaleType::kFloat32
+                              : scales->dtype() == kUInt8    ? ScaleType::kE8M0
+                                                             : ScaleType::kE4M3;
+  for (int32_t i = 0; i < kNumDataTypes; ++i) {
+    const DataType stored = static_cast<DataType>(i);
+    const StoredFormat format = stored_format(stored);
+    if (cache.dtype() != dl_dtype(stored) || stored == DataType::kScaledLatent) continue;
+    if (format.bits == 32 || (format.bits == 16 && dtype == DataType::kFloat32)) continue;
+    if (format.bits != 4 || format.token_scales == of_4_bits) return stored;
+  }
+  return dtype;
 }
 
 /// Launches the kernel, or runs the CPU's loop.
@@ -152,7 +156,8 @@ void launch_append_qkv(QkvParams& params, DataType dtype, DLDevice device, std::
 /// The last dimension of a cache, for heads of `columns` columns.
 Dim stored_dim(const char* name, int64_t columns, DataType dtype) {
   if (!has_4_bits(dtype)) return Dim{name, columns};
-  check_4_bit_columns(name, columns, dtype);
+  const int32_t step = column_step(dtype);
+  if (columns % step != 0) refuse(name, columns, "a multiple of " + std::to_string(step) + " over such a 4-bit cache");
   return Dim{"head_dim / 2", columns / 2};
 }
 

@@ -135,13 +135,13 @@ inline DLDataType dl_dtype(DataType dtype) {
       return {kDLFloat8_e5m2, 8, 1};
     case DataType::kInt8:
       return {kDLInt, 8, 1};
-    case DataType::kScaledLatent:
-    case DataType::kInt4:
-    case DataType::kNvFp4:
-    case DataType::kMxFp4:
-      return kUInt8;
+    default:
+      return kUInt8;  // two columns of 4 bits, or rows of bytes
   }
-  refuse("DataType", static_cast<int32_t>(dtype), "a value of the enum");
+}
+
+inline DLDataType dl_dtype(ScaleType scales) {
+  return scales == ScaleType::kE4M3 ? dl_dtype(DataType::kFloat8E4M3) : scales == ScaleType::kE8M0 ? kUInt8 : kFloat32;
 }
 
 /// The one of `known` that a dtype is, if it is one of them.
@@ -217,12 +217,6 @@ inline Dim columns_of_v(int64_t head_dim, int64_t head_dim_v) {
   return Dim{head_dim == head_dim_v ? "head_dim" : "head_dim_v", head_dim_v};
 }
 
-/// Columns of a head of a 4-bit cache: rows are moved in pieces of 16 bytes, scales of blocks in words.
-inline void check_4_bit_columns(const char* name, int64_t columns, DataType dtype) {
-  const int64_t step = has_block_scales(dtype) ? 4 * kScaleColumns : 32;
-  if (columns % step != 0) refuse(name, columns, "a multiple of " + std::to_string(step) + " over such a 4-bit cache");
-}
-
 inline KvTensor kv_tensor(const TensorView& t) { return KvTensor{t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)}; }
 
 /// K or V of the cache of one layer.
@@ -275,7 +269,7 @@ inline KvScale kv_scale(const char* name, const AnyView& given, DLDevice device,
 /// K's or V's scales of blocks, as words: [pages, page_size, num_kv_heads, head_dim / kScaleColumns], e4m3 or bytes.
 inline TokenScales checked_block_scales(const char* name, const TensorView& scales, const TensorView& cache,
                                         DataType dtype) {
-  check_rows(name, scales, cache.device(), dtype == DataType::kNvFp4 ? dl_dtype(DataType::kFloat8E4M3) : kUInt8,
+  check_rows(name, scales, cache.device(), dl_dtype(stored_format(dtype).token_scales),
              {{"pages", cache.size(0)},
               {"page_size", cache.size(1)},
               {"num_kv_heads", cache.size(2)},
@@ -313,7 +307,8 @@ inline float checked_factor(const char* name, const tvm::ffi::Optional<double>& 
   constexpr double kMaxFloat = 3.4028234663852886e38;
   const bool is_right = static_cast<float>(factor) > 0.0f && factor <= kMaxFloat;
   if (!is_right) refuse(name, factor, "above 0 and finite");
-  if (dtype == DataType::kMxFp4 && factor != 1.0) refuse(name, factor, "1: scales that are powers of 2 have none");
+  if (stored_format(dtype).token_scales == ScaleType::kE8M0 && factor != 1.0)
+    refuse(name, factor, "1: scales that are powers of 2 have none");
   return static_cast<float>(factor);
 }
 

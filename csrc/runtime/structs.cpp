@@ -86,8 +86,7 @@ Array<ValueRow> enum_values() {
   };
 #define ATTN_VALUE(Enumeration, name) add(#Enumeration, #name, Enumeration::name);
 #define ATTN_ENUMERATION(Enumeration, ...) ATTN_FOR_EACH(ATTN_VALUE, Enumeration, __VA_ARGS__)
-  ATTN_ENUMERATION(DataType, kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2, kScaledLatent, kInt8, kInt4,
-                   kNvFp4, kMxFp4);
+  for (int32_t i = 0; i < kNumDataTypes; ++i) add("DataType", stored_format(static_cast<DataType>(i)).name, i);
   ATTN_ENUMERATION(CascadeMode, kCascadeOff, kCascadeByCost, kCascadeAlways);
   ATTN_ENUMERATION(ScheduleFlag, kIsPlain, kUsesQueue, kHasLargestTiles);
   ATTN_ENUMERATION(ScheduleError, kQoIndptrInvalid, kKvIndptrInvalid, kKvLengthInvalid, kLastPageLenInvalid,

@@ -2,7 +2,7 @@
 // one after another.
 #include "cuda_emulation.h"
 
-#include "cache/params.h"
+#include "cache/elements_in_memory.cuh"
 #include "common/elements.cuh"
 
 namespace emulation {
@@ -19,7 +19,7 @@ namespace attn {
 // Of the entries, which are not called.
 using KernelElement = BFloat16;
 using KernelCacheElement = BFloat16;
-constexpr Rounding kKernelRounding = Rounding::k16Bits;
+using KernelQuantizer = Elements16Bits;
 constexpr bool kKernelRotates = false;
 }  // namespace attn
 
@@ -34,19 +34,18 @@ template <class Element, attn::QkvKernel kKernel, bool kRotates>
 void append_all() {
   constexpr bool kIsBf16 = attn::is_same<Element, attn::BFloat16>;
   using Other = typename attn::Conditional<kIsBf16, attn::Float16, attn::BFloat16>::Type;
-  using attn::Rounding;
-  if (launched.scales.element == attn::DataType::kInt4)
-    attn::append_qkv<Element, kKernel, Rounding::kToInt4, Element, kRotates>(launched);
-  else if (attn::has_block_scales(launched.scales.element))
-    attn::append_qkv<Element, kKernel, Rounding::kToFp4, Element, kRotates>(launched);
+  if (attn::has_4_bits(launched.scales.element))
+    attn::visit_quantizer(launched.scales.element, [](auto quantizer) {
+      attn::append_qkv<Element, kKernel, decltype(quantizer), Element, kRotates>(launched);
+    });
   else if (launched.k_token_scales.exist())
-    attn::append_qkv<Element, kKernel, Rounding::kByTokenScales, Element, kRotates>(launched);
+    attn::append_qkv<Element, kKernel, attn::ByteQuantizer, Element, kRotates>(launched);
   else if (attn::has_8_bits(launched.scales.element))
-    attn::append_qkv<Element, kKernel, Rounding::kByScales, Element, kRotates>(launched);
+    attn::append_qkv<Element, kKernel, attn::GivenScales, Element, kRotates>(launched);
   else if (launched.scales.element == (kIsBf16 ? attn::DataType::kFloat16 : attn::DataType::kBFloat16))
-    attn::append_qkv<Element, kKernel, Rounding::k16Bits, Other, kRotates>(launched);
+    attn::append_qkv<Element, kKernel, attn::Elements16Bits, Other, kRotates>(launched);
   else
-    attn::append_qkv<Element, kKernel, Rounding::k16Bits, Element, kRotates>(launched);
+    attn::append_qkv<Element, kKernel, attn::Elements16Bits, Element, kRotates>(launched);
 }
 
 template <class Element, attn::QkvKernel kKernel>

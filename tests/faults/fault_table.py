@@ -1031,7 +1031,7 @@ FAULTS = (
     ),
     Fault(
         "FP4: ties go to even codes in MX, away from zero in NVFP4",
-        "csrc/cache/params.h",
+        "csrc/cache/quantizers.h",
         "ties_away(element == DataType::kMxFp4)",
         "ties_away(element == DataType::kNvFp4)",
         ("tests/kernels/test_append_token_scales.py", "-k", "sglang or writes"),
@@ -1039,15 +1039,15 @@ FAULTS = (
     Fault(
         "FP4: blocks have the scale of the first of a word",
         "csrc/common/elements.cuh",
-        "Stored::scale(scale_word, word_number / 2 % 4)",
-        "Stored::scale(scale_word, 0)",
+        "Format::scale(scale_word, word_number / 2 % 4)",
+        "Format::scale(scale_word, 0)",
         ("tests/csrc/test_token_scale_kernels.py", "-k", "different_widths"),
     ),
     Fault(
         "vLLM: a layer that reads another one's nvfp4 cache has its own factors",
         "attn_backend/adapters/vllm/attention.py",
-        "if self.cache_dtype == NVFP4 and not self._shares_cache(layer):",
-        "if self.cache_dtype == NVFP4:",
+        ".has_factor and not self._shares_cache(layer):",
+        ".has_factor:",
         ("tests/adapters/vllm/test_vllm_token_scales.py", "-k", "scales_of_a_layer"),
     ),
     Fault(
@@ -1074,7 +1074,7 @@ FAULTS = (
     Fault(
         "append_qkv: each lane has its own scale",
         "csrc/cache/append_qkv.cu",
-        "    over_lanes(largest, lanes, [](float a, float b) { return fmaxf(a, b); });\n",
+        "      over_lanes(limits, lanes, larger);\n",
         "",
         ("tests/csrc/test_device_append.py", "-k", "each_token_and_head"),
     ),
@@ -1164,9 +1164,9 @@ FAULTS = (
     ),
     Fault(
         "append: no zero point",
-        "csrc/cache/params.h",
-        "    scale.zero_point = rounded(-smallest / scale.scale);\n",
-        "    scale.zero_point = 0;\n",
+        "csrc/cache/quantizers.h",
+        "    zero_point = rounded(-smallest / scale);\n",
+        "    zero_point = 0;\n",
         ("tests/kernels/test_append_token_scales.py", "-k", "append_writes and int4"),
     ),
     Fault(
@@ -1347,8 +1347,8 @@ FAULTS = (
     Fault(
         "append: the scale of a token and head comes from the row before it is rotated",
         "csrc/cache/append_qkv.cu",
-        "fabsf(rotated[j]));\n          over_lanes(largest, lanes,",
-        "fabsf(plain[j]));\n          over_lanes(largest, lanes,",
+        "add_to_limits<kLimits>(limits, rotated[j]);",
+        "add_to_limits<kLimits>(limits, halves[j]);",
         ("tests/csrc/test_device_append.py", "-k", "rotated_rows"),
     ),
     Fault(

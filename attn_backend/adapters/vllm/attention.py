@@ -10,7 +10,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from attn_backend.adapters.layers import LayerSpec
 from attn_backend.jit.manifest import SHIPPED_FLOAT8_OUT_HEAD_DIMS, HeadDims
 from attn_backend.kernels.append import append_kv
-from attn_backend.metadata.kv_cache import INT4, NVFP4, BlockScales, CacheDtype, KVCache
+from attn_backend.metadata.kv_cache import TOKEN_SCALED_FORMATS, BlockScales, CacheDtype, KVCache
 
 from . import compat
 from .compat import outside_memory_pools
@@ -23,6 +23,7 @@ from .rules import (
     HEAD_SIZES,
     OTHER_BACKEND,
     OTHER_CACHE,
+    ROTATED_DTYPES,
     TOKEN_SCALED_CACHES,
     bytes_of_row,
     unsupported_argument,
@@ -138,7 +139,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             head_dim_v=None if heads.v == head_size else heads.v,
             kv_dtype=self.cache_dtype,
             token_scales=self.has_token_scales,
-            rotation=self.cache_dtype == INT4,
+            rotation=self.cache_dtype in ROTATED_DTYPES,
             float8_out=heads.v == head_size
             and not shares_kv
             and not self.has_token_scales
@@ -301,7 +302,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
     def _view(self, layer: Any, kv_cache: torch.Tensor) -> KVCache:
         if self.cache_dtype is not None and self.has_token_scales:
             factors = None
-            if self.cache_dtype == NVFP4 and not self._shares_cache(layer):
+            if TOKEN_SCALED_FORMATS[self.cache_dtype].has_factor and not self._shares_cache(layer):
                 factors = layer._k_scale_float, layer._v_scale_float
             return token_scaled_view(kv_cache, self.head_size, self.cache_dtype, factors)
         return kv_cache_view(
@@ -406,7 +407,9 @@ def token_scaled_view(
     rows = page if is_by_head else page * heads  # that lie side by side
     k_bytes, k_scale_bytes = bytes_of_row(head_size, dtype)
     of_v = row - k_bytes - k_scale_bytes
-    v_scale_bytes = of_v // 9 if dtype == NVFP4 else 4
+    stored = TOKEN_SCALED_FORMATS[dtype]
+    # A column has half a byte, and a sixteenth of its block's scale.
+    v_scale_bytes = of_v // 9 if stored.has_block_scales else 4
     sizes = [rows * size for size in (k_bytes, of_v - v_scale_bytes, k_scale_bytes, v_scale_bytes)]
     parts = data.as_strided(
         (blocks, heads if is_by_head else 1, rows * row), (block_stride, head_stride, 1)
@@ -419,8 +422,9 @@ def token_scaled_view(
 
     def scales_of(part: torch.Tensor, factor: float) -> torch.Tensor | BlockScales:
         """Scales [blocks, page, heads], each head's side by side; or BlockScales."""
-        if dtype == NVFP4:
-            of_blocks = part.view(torch.float8_e4m3fn).unflatten(2, (-1, page, part.shape[2] // rows))
+        if stored.has_block_scales:
+            of_bytes = part.view(getattr(torch, stored.scales or ""))
+            of_blocks = of_bytes.unflatten(2, (-1, page, part.shape[2] // rows))
             return BlockScales(of_blocks.flatten(1, 2).transpose(1, 2), factor)
         return part.view(torch.float32).view(blocks, heads, page).transpose(1, 2)
 

@@ -18,13 +18,12 @@ from attn_backend.adapters.layers import LayerSpec, Spans, attention_of, variant
 from attn_backend.adapters.metrics import export_counts
 from attn_backend.adapters.served import warn_if_untried
 from attn_backend.kernels.attention import Attention
-from attn_backend.metadata.kv_cache import INT4
 from attn_backend.metadata.views import BSRView, PageTable
 
 from . import compat, sampler
 from .compat import outside_memory_pools
 from .dcp import ContextParallel, has_context
-from .rules import BYTE_CACHES, TOKEN_SCALED_CACHES
+from .rules import BYTE_CACHES, ROTATED_DTYPES, TOKEN_SCALED_CACHES
 from .support import (
     logger,
     refuse,
@@ -303,7 +302,7 @@ def layer_specs(vllm_config: Any, kv_cache_spec: Any, layer_names: list[str]) ->
             spec = spec._replace(
                 kv_dtype=BYTE_CACHES[cache],
                 token_scales=cache in TOKEN_SCALED_CACHES,
-                rotation=TOKEN_SCALED_CACHES.get(cache) == INT4,
+                rotation=TOKEN_SCALED_CACHES.get(cache) in ROTATED_DTYPES,
             )
         specs = {spec}
     return sorted(specs, key=str)

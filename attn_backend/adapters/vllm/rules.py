@@ -28,6 +28,7 @@ from attn_backend.metadata.kv_cache import (
     FOUR_BIT_COLUMNS,
     INT4,
     NVFP4,
+    TOKEN_SCALED_FORMATS,
     CacheDtype,
     stored_columns,
 )
@@ -49,14 +50,14 @@ FLOAT8_CACHES: dict[str, torch.dtype] = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-# with a scale for each token and head, or for 16 columns of it, which append computes; rows of int4 are
-# rotated
+# with a scale for each token and head, or for 16 columns of it, which append computes
 TOKEN_SCALED_CACHES: dict[str, CacheDtype] = {
     "int8_per_token_head": torch.int8,
     "fp8_per_token_head": torch.float8_e4m3fn,
     "int4_per_token_head": INT4,
     "nvfp4": NVFP4,
 }
+ROTATED_DTYPES = (INT4,)
 # those whose tensors have one-byte elements in vLLM
 BYTE_CACHES: dict[str, CacheDtype] = {**FLOAT8_CACHES, **TOKEN_SCALED_CACHES}
 # a row is 576 numbers, with the scale of the layer
@@ -94,13 +95,14 @@ def unsupported_cache(heads: HeadDims, kv_cache_dtype: str, device: str) -> str 
     refused = device == "cuda" and heads.is_wide and dtype is not None
     if dtype in FOUR_BIT_COLUMNS:
         refused |= any(columns % FOUR_BIT_COLUMNS[dtype] != 0 for columns in heads)
-        refused |= dtype == INT4 and not heads.may_be_rotated
+        refused |= dtype in ROTATED_DTYPES and not heads.may_be_rotated
     return f"a KV cache of dtype {kv_cache_dtype} for heads of {heads} columns" if refused else None
 
 
 def bytes_of_row(columns: int, dtype: CacheDtype) -> tuple[int, int]:
     """Bytes of a row of K or V in a cache of TOKEN_SCALED_CACHES, and of its scales."""
-    return stored_columns(columns, dtype), columns // BLOCK_COLUMNS if dtype == NVFP4 else 4
+    has_blocks = TOKEN_SCALED_FORMATS[dtype].has_block_scales
+    return stored_columns(columns, dtype), columns // BLOCK_COLUMNS if has_blocks else 4
 
 
 def unsupported_pages(kv_cache_dtype: str, has_window: bool, takes_bytes_of_rows: bool) -> str | None:

@@ -7,6 +7,7 @@
 #include "attention/variant/coordinates.h"
 #include "attention/variant/variants.h"
 #include "cache/kv_cache.h"
+#include "cache/quantizers.h"
 #include "common/cpu/elements.h"
 #include "common/data_type.h"
 #include "common/platform.h"
@@ -83,18 +84,13 @@ struct CacheRows {
         return widen_numbers(static_cast<const Float8E5M2*>(row), columns, to, scale);
       case DataType::kInt8:
         return widen_numbers(static_cast<const Int8*>(row), columns, to, scale);
-      case DataType::kInt4:
-        return widen_int4(static_cast<const uint8_t*>(row), columns, to, Int4Scale(scale));
-      case DataType::kNvFp4:
-      case DataType::kMxFp4:
-        return widen_fp4(static_cast<const uint8_t*>(row), dtype, columns, to, reinterpret_cast<const uint8_t*>(scales),
-                         factor);
       case DataType::kScaledLatent:
         return widen_latent(static_cast<const char*>(row), columns, to);
-      case DataType::kFloat32:
-      case DataType::kFloat16:
-      case DataType::kBFloat16:
-        return;  // is not widened
+      default:
+        if (has_4_bits(dtype))
+          visit_quantizer(dtype, [&](auto quantizer) {
+            widen_4_bits<decltype(quantizer)>(static_cast<const uint8_t*>(row), dtype, columns, to, scales, factor);
+          });
     }
   }
 
@@ -127,29 +123,19 @@ struct CacheRows {
     for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
   }
 
-  static void widen_int4(const uint8_t* row, int columns, Element* to, const Int4Scale& scale) {
+  template <class Quantizer>
+  static void widen_4_bits(const uint8_t* row, DataType dtype, int columns, Element* to, const float* scales,
+                           float factor) {
     alignas(64) float values[kMaxHeadDim];
-    for (int j = 0; j < columns / 2; ++j) {
-      values[2 * j] = static_cast<float>((row[j] & 15) - scale.zero_point) * scale.scale;
-      values[2 * j + 1] = static_cast<float>((row[j] >> 4) - scale.zero_point) * scale.scale;
-    }
-    for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
-  }
-
-  static void widen_fp4(const uint8_t* row, DataType dtype, int columns, Element* to, const uint8_t* scales,
-                        float factor) {
-    constexpr float kValues[] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
-                                 -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
-    alignas(64) float values[kMaxHeadDim];
-    for (int block = 0; block < columns / kScaleColumns; ++block) {
-      const float scale = dtype == DataType::kMxFp4 ? bits_float(static_cast<uint32_t>(scales[block]) << 23)
-                                                    : to_float(Float8E4M3{scales[block]}) * factor;
-      for (int j = block * kScaleColumns; j < (block + 1) * kScaleColumns; j += 2) {
-        values[j] = kValues[row[j / 2] & 15] * scale;
-        values[j + 1] = kValues[row[j / 2] >> 4] * scale;
+    const int step = Quantizer::kOfBlocks ? kScaleColumns : columns;
+    for (int first = 0; first < columns; first += step) {
+      const typename Quantizer::Scale scale(scales, first / step, factor, dtype);
+      for (int j = first; j < first + step; j += 2) {
+        values[j] = scale.value(row[j / 2] & 15);
+        values[j + 1] = scale.value(row[j / 2] >> 4);
       }
     }
-    if constexpr (is_same<Element, Half>) {  // the largest number of a block may be rounded up, beyond float16
+    if constexpr (is_same<Element, Half> && Quantizer::kOfBlocks) {  // the largest number may be rounded up, beyond it
       for (int j = 0; j < columns; ++j) values[j] = finite_half(values[j]);
     }
     for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);

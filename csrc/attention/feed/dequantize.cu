@@ -42,6 +42,7 @@ struct Chunk {
   }
 };
 
+template <class Element, class Stored, bool kHasTokenScales>
 __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
   __shared__ int32_t found;
   __shared__ int64_t k_from[kDequantizedRows], v_from[kDequantizedRows];  // elements; negative: no token
@@ -78,13 +79,13 @@ __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
         const int64_t from = (chunk.is_v ? v_from : k_from)[chunk.row];
         if (from < 0 || chunk.column >= tensor.head_columns) continue;
         const char* const data = static_cast<const char*>(tensor.stored.data) + from +
-                                 chunk.head * tensor.stored.head_stride + stored_columns<KernelStored>(chunk.column);
-        if constexpr (kHas4Bits<KernelStored>)
+                                 chunk.head * tensor.stored.head_stride + stored_columns<Stored>(chunk.column);
+        if constexpr (kHas4Bits<Stored>)
           stored[i].x = *reinterpret_cast<const uint32_t*>(data);
         else
           stored[i] = *reinterpret_cast<const uint2*>(data);
-        const int32_t scale_word = kHasBlockScales<KernelStored> ? chunk.column / (4 * kScaleColumns) : 0;
-        if constexpr (kKernelHasTokenScales) scales[i] = (&tensor.scales.of(places[chunk.row], chunk.head))[scale_word];
+        const int32_t scale_word = has_block_scales(Stored::kType) ? chunk.column / (4 * kScaleColumns) : 0;
+        if constexpr (kHasTokenScales) scales[i] = (&tensor.scales.of(places[chunk.row], chunk.head))[scale_word];
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
@@ -94,14 +95,14 @@ __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
         const DequantizedTensor& tensor = chunk.is_v ? p.v : p.k;
         const int64_t head = int64_t{first_row + chunk.row} * p.num_kv_heads + chunk.head;
         const int64_t element = head * tensor.head_chunks.divisor * kChunkColumns + chunk.column;
-        uint4& to = *reinterpret_cast<uint4*>(static_cast<char*>(tensor.target) + element * KernelElement::kBytes);
-        if constexpr (kHas4Bits<KernelStored>)
-          to = dequantize_4_bits<KernelElement, KernelStored>(stored[i].x, chunk.column / kChunkColumns,
-                                                              __float_as_uint(scales[i]), tensor.factor);
-        else if constexpr (kKernelHasTokenScales)
-          to = dequantize_eight<KernelElement, KernelStored>(stored[i], scales[i]);
+        uint4& to = *reinterpret_cast<uint4*>(static_cast<char*>(tensor.target) + element * Element::kBytes);
+        if constexpr (kHas4Bits<Stored>)
+          to = Stored::template dequantize<Element>(stored[i].x, chunk.column / kChunkColumns,
+                                                    __float_as_uint(scales[i]), tensor.factor);
+        else if constexpr (kHasTokenScales)
+          to = dequantize_eight<Element, Stored>(stored[i], scales[i]);
         else
-          to = dequantize_eight<KernelElement, KernelStored>(stored[i]);
+          to = dequantize_eight<Element, Stored>(stored[i]);
       }
     }
   }
@@ -113,5 +114,5 @@ extern "C" __global__ void __launch_bounds__(attn::kDequantizeThreads)
     dequantize_kernel(const __grid_constant__ attn::DequantizeParams params) {
   attn::ptx::wait_for_previous_grid();
   attn::ptx::allow_next_grid();  // it waits for this one itself
-  attn::feed::dequantize(params);
+  attn::feed::dequantize<attn::KernelElement, attn::KernelStored, attn::kKernelHasTokenScales>(params);
 }

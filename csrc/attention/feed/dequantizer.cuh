@@ -239,8 +239,8 @@ class InPlaceDequantizer {
 #pragma unroll
         for (int w = 0; w < 4; ++w)
           *reinterpret_cast<uint4*>(tile + (row ^ (chunk % 2 * 4 + w) << 4) + chunk / 2 * Wide::kBlockBytes) =
-              dequantize_4_bits<typename Wide::Element, typename Stored::Element>(words[w], chunk % 2 * 4 + w,
-                                                                                  scale_word, factor_);
+              Stored::Element::template dequantize<typename Wide::Element>(words[w], chunk % 2 * 4 + w, scale_word,
+                                                                           factor_);
       }
     }
   }

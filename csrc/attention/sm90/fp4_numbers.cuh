@@ -98,10 +98,9 @@ struct MxFp4Pairs {
   }
 };
 
-template <class Traits>
+template <class Traits, class Pairs>
 struct Fp4Numbers {
   using Shared = SharedMemory<Traits>;
-  using Pairs = typename Conditional<is_same<typename Traits::StoredElement, NvFp4>, NvFp4Pairs, MxFp4Pairs>::Type;
   using Multiplied = typename Pairs::Multiplied;
   static constexpr int kExponent = Pairs::kExponent, kOddExponent = kExponent;
   static constexpr bool kHasZeroPoints = false;
@@ -198,5 +197,12 @@ struct Fp4Numbers {
       ptx::load_words(words, from);
   }
 };
+
+template <class Traits, class Stored>
+struct PackedNumbers;
+template <class Traits>
+struct PackedNumbers<Traits, NvFp4> : Fp4Numbers<Traits, NvFp4Pairs> {};
+template <class Traits>
+struct PackedNumbers<Traits, MxFp4> : Fp4Numbers<Traits, MxFp4Pairs> {};
 
 }  // namespace attn::sm90

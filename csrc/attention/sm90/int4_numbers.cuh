@@ -7,7 +7,7 @@
 #pragma once
 
 #include "attention/feed/shared_memory.cuh"
-#include "cache/kv_cache.h"
+#include "cache/quantizers.h"
 #include "common/elements.cuh"
 #include "common/platform.h"
 #include "common/ptx/mma.cuh"
@@ -25,8 +25,11 @@ __device__ __forceinline__ void split_int4(uint32_t word, uint32_t (&pairs)[4]) 
   pairs[3] = word & kHigh;
 }
 
+template <class Traits, class Stored>
+struct PackedNumbers;
+
 template <class Traits>
-struct Int4Numbers {
+struct PackedNumbers<Traits, Int4> {
   using Shared = SharedMemory<Traits>;
   using Multiplied = Float16;
   static constexpr int kExponent = 24, kOddExponent = 20;

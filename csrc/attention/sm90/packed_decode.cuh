@@ -2,8 +2,8 @@
 // But tokens and columns of V are the rows of products. Products have 8 columns, for 8 rows of Q: with 8 query heads or
 // fewer for a KV head, a decode has half of the products, scores and outputs of decode.cuh.
 //
-// A format's Numbers say how a word of eight becomes pairs of 16-bit numbers, and where scales multiply:
-// int4_numbers.cuh, fp4_numbers.cuh. Pairs are numbers (i, i + 4) of a word. Members of Numbers:
+// A format's PackedNumbers say how a word of eight becomes pairs of 16-bit numbers, and where scales multiply:
+// int4_numbers.cuh, fp4_numbers.cuh. Pairs are numbers (i, i + 4) of a word. Their members:
 // - Multiplied: their type
 // - kExponent, kOddExponent: pairs with even i are 2^-kExponent times as large as the numbers, others 2^-kOddExponent
 // - kHasZeroPoints: Keys and Values subtract zero points
@@ -246,8 +246,7 @@ struct PackedState {
 
 template <class Traits>
 struct PackedDecode {
-  using Numbers =
-      typename Conditional<Traits::kKvForm.has_block_scales(), Fp4Numbers<Traits>, Int4Numbers<Traits>>::Type;
+  using Numbers = PackedNumbers<Traits, typename Traits::StoredElement>;
   using Variant = typename Traits::Variant;
   using Shared = SharedMemory<Traits>;
   using Place = typename Shared::KvPlace;

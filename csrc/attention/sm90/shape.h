@@ -28,11 +28,10 @@ ATTN_HD constexpr Tuning first_for(const Tuning (&tunings)[kCount], HeadDims dim
   return Tuning{};
 }
 
-/// Whether row tiles of 16 rows decode from packed tiles of a 4-bit cache (packed_decode.cuh). Products with scales of
-/// kMxFp4, which are exponents, need bf16.
+/// Whether row tiles of 16 rows decode from packed tiles of a 4-bit cache (packed_decode.cuh).
 ATTN_HD constexpr bool decodes_packed(HeadDims dims, KvForm kv) {
-  return (kv.dtype == DataType::kInt4 || kv.dtype == DataType::kNvFp4 ||
-          (kv.dtype == DataType::kMxFp4 && kv.is_for_bf16)) &&
+  const PackedProducts products = stored_format(kv.dtype).packed;
+  return (products == PackedProducts::kF16 || (products == PackedProducts::kBf16 && kv.is_for_bf16)) &&
          leaves_registers(dims.widest());
 }
 
@@ -143,9 +142,16 @@ static_assert(fit_shared_memory(2, {64, 128, {192, 128}, 192, 256, {576, 512}}))
 static_assert(fit_shared_memory(1, {64, 128, {192, 128}, 192, 256, 512, {576, 512}}));
 static_assert(fit_shared_memory(KvForm(1, true), {64, 128}));
 static_assert(fit_shared_memory(KvForm(1, false, true), {64, 128, 256}));
-static_assert(fit_shared_memory(KvForm(1, false, true, DataType::kInt4), {64, 128}));
-static_assert(fit_shared_memory(KvForm(1, false, true, DataType::kNvFp4), {64, 128, 192, 256}));
-static_assert(fit_shared_memory(KvForm(1, false, true, DataType::kMxFp4), {64, 128, 192, 256}));
-static_assert(fit_shared_memory(KvForm(1, false, true, DataType::kMxFp4, true), {64, 128}));
+constexpr bool fit_4_bits() {
+  for (int32_t i = 0; i < kNumDataTypes; ++i) {
+    const DataType dtype = static_cast<DataType>(i);
+    const HeadDims dims[] = {64, 128, 192, 256};
+    if (has_4_bits(dtype) && !(fit_shared_memory(KvForm(1, false, true, dtype), dims) &&
+                               fit_shared_memory(KvForm(1, false, true, dtype, true), dims)))
+      return false;
+  }
+  return true;
+}
+static_assert(fit_4_bits());
 
 }  // namespace attn::sm90

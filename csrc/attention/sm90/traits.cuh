@@ -30,12 +30,13 @@ struct HopperTraits : Kernel {
   static constexpr bool kDequantizesInFeed = kTuningOfShape.dequantized_stages > 0;
   /// Weights may be too large or too small for f16: they are no probabilities, whose range is known.
   static constexpr bool kHasWideWeights = !Kernel::Variant::kUsesSoftmax && !is_same<typename Kernel::Element, Float16>;
-  /// Also of row tiles for mma.sync. Their weights would be f16 numbers, except over MX, or a variant transforms them,
-  /// or 4-bit tiles cannot stay packed: registers are few, of consumers or of a producer that gathers. Other tiles for
-  /// mma.sync stay as they are stored, and are dequantized in registers.
+  /// Also of row tiles for mma.sync. Their weights would be f16 numbers (except in products of bf16), or a variant
+  /// transforms them, or 4-bit tiles cannot stay packed: registers are few, of consumers or of a producer that gathers.
+  /// Other tiles for mma.sync stay as they are stored, and are dequantized in registers.
   static constexpr bool kFeedsAll =
-      kDequantizesInFeed && (Kernel::kTransformsCache || (kHasWideWeights && kKvForm.dtype != DataType::kMxFp4) ||
-                             (kKvForm.has_4_bits() && (kGathers || !decodes_packed(Shape::kDims, kKvForm))));
+      kDequantizesInFeed &&
+      (Kernel::kTransformsCache || (kHasWideWeights && stored_format(kKvForm.dtype).packed != PackedProducts::kBf16) ||
+       (kKvForm.has_4_bits() && (kGathers || !decodes_packed(Shape::kDims, kKvForm))));
   static constexpr bool kDequantizesInRegisters = kDequantizesInFeed ? !kFeedsAll : Kernel::kDequantizesInRegisters;
   /// TokenScales of tiles that are dequantized in registers lie next to them in shared memory.
   static constexpr bool kSharesTokenScales = Kernel::Variant::kHasTokenScales && kDequantizesInRegisters;

@@ -38,12 +38,12 @@ __device__ __forceinline__ void dequantize_tile_rows(const char* from, int row, 
     if constexpr (kHas4Bits<KvElement>) {
       const uint32_t first = Wide::offset(to_row + row_index, chunk * 4);
       const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
-      const int scale_word = kHasBlockScales<KvElement> ? chunk / 2 : 0;
+      const int scale_word = has_block_scales(KvElement::kType) ? chunk / 2 : 0;
       const uint32_t scale = __float_as_uint(scales[(row + row_index) * kScaleWords + scale_word]);
 #pragma unroll
       for (int w = 0; w < 4; ++w)
         *reinterpret_cast<uint4*>(to + (first ^ w << 4)) =
-            dequantize_4_bits<Element, KvElement>(words[w], chunk % 2 * 4 + w, scale, factor);
+            KvElement::template dequantize<Element>(words[w], chunk % 2 * 4 + w, scale, factor);
     } else {
       const uint32_t target = Wide::offset(to_row + row_index, chunk * 2);
       uint4 wide[2];

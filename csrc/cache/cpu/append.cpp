@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "cache/quantizers.h"
 #include "common/cpu/elements.h"
 #include "common/cpu/parallel.h"
 #include "common/platform.h"
@@ -143,16 +144,15 @@ class TokenWriter {
                     const TokenScales& token_scales) {
     using Other = OtherElement<Element>;
     const int64_t at = cache.element(place, head);
-    if (p_.scales.element == DataType::kInt4) return store_int4(cache.data, at, place, head, token_scales);
-    if (has_block_scales(p_.scales.element)) {
-      const float factor = &cache == &p_.v_cache ? p_.v_factor : p_.k_factor;
-      return store_fp4(cache.data, at, place, head, token_scales, factor);
-    }
+    if (has_4_bits(p_.scales.element))
+      return visit_quantizer(p_.scales.element, [&](auto quantizer) {
+        const float factor = &cache == &p_.v_cache ? p_.v_factor : p_.k_factor;
+        uint8_t* const to = static_cast<uint8_t*>(const_cast<void*>(cache.data)) + at;
+        store_4_bits<decltype(quantizer)>(to, place, head, token_scales, factor);
+      });
     float scale = scales.of(0, head);
     if (token_scales.exist()) {
-      float largest = 0.0f;
-      for (const float x : head_) largest = std::fmax(largest, std::fabs(x));
-      scale = token_scale(largest, p_.scales.element);
+      scale = quantizer_of<ByteQuantizer>(0, p_.head_dim, 1.0f).scale;
       token_scales.write(place, head, scale);
     }
     const auto divide = [&](float x) { return x / scale; };
@@ -172,37 +172,31 @@ class TokenWriter {
         return store<Float8E5M2>(cache.data, at, divide);
       case DataType::kInt8:
         return store<Int8>(cache.data, at, divide);
-      case DataType::kScaledLatent:
-      case DataType::kInt4:
-      case DataType::kNvFp4:
-      case DataType::kMxFp4:
-        return;  // their rows are not numbers one after another
+      default:
+        return;  // rows are not numbers one after another
     }
   }
 
-  void store_int4(const void* data, int64_t at, SlotPlace place, int32_t head, const TokenScales& token_scales) const {
-    float smallest = head_[0], largest = head_[0];
-    for (const float x : head_) {
-      smallest = std::fmin(smallest, x);
-      largest = std::fmax(largest, x);
-    }
-    const Int4Quantizer quantizer(smallest, largest);
-    token_scales.write(place, head, quantizer.scale.stored());
-    uint8_t* const to = static_cast<uint8_t*>(const_cast<void*>(data)) + at;
-    for (size_t i = 0; i < head_.size() / 2; ++i)
-      to[i] = static_cast<uint8_t>(quantizer.code(head_[2 * i]) | quantizer.code(head_[2 * i + 1]) << 4);
+  /// Of `count` numbers from column `first` on.
+  template <class Quantizer>
+  Quantizer quantizer_of(int32_t first, int32_t count, float factor) const {
+    float limits[2] = {first_limit<Quantizer::kLimits>(), first_limit<Quantizer::kLimits>()};
+    for (int32_t i = first; i < first + count; ++i)
+      add_to_limits<Quantizer::kLimits>(limits, head_[static_cast<size_t>(i)]);
+    return Quantizer(limits, factor, p_.scales.element);
   }
 
-  void store_fp4(const void* data, int64_t at, SlotPlace place, int32_t head, const TokenScales& token_scales,
-                 float factor) const {
-    uint8_t* const to = static_cast<uint8_t*>(const_cast<void*>(data)) + at;
-    for (int32_t first = 0; first < p_.head_dim; first += kScaleColumns) {
+  template <class Quantizer>
+  void store_4_bits(uint8_t* to, SlotPlace place, int32_t head, const TokenScales& token_scales, float factor) const {
+    const int32_t columns = Quantizer::kOfBlocks ? kScaleColumns : p_.head_dim;
+    for (int32_t first = 0; first < p_.head_dim; first += columns) {
+      const Quantizer quantizer = quantizer_of<Quantizer>(first, columns, factor);
+      if constexpr (Quantizer::kOfBlocks)
+        token_scales.write_block(place, head, first / kScaleColumns, quantizer.stored());
+      else
+        token_scales.write(place, head, quantizer.stored());
       const float* const numbers = head_.data() + first;
-      float largest = 0.0f;
-      for (int32_t i = 0; i < kScaleColumns; ++i) largest = std::fmax(largest, std::fabs(numbers[i]));
-      const Fp4Quantizer quantizer(largest, factor, p_.scales.element);
-      token_scales.write_block(place, head, first / kScaleColumns, quantizer.scale);
-      for (int32_t i = 0; i < kScaleColumns; i += 2)
+      for (int32_t i = 0; i < columns; i += 2)
         to[(first + i) / 2] = static_cast<uint8_t>(quantizer.code(numbers[i]) | quantizer.code(numbers[i + 1]) << 4);
     }
   }

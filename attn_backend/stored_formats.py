@@ -1,0 +1,49 @@
+"""How caches with scales store K and V: one row of a table for each format, without torch."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+FourBitDtype = Literal["int4", "nvfp4", "fp4_mx_block16"]  # torch has no such dtypes; bytes are uint8
+BLOCK_COLUMNS = 16  # of a scale of blocks
+_PLAIN, _TOKENS = ("float8", "GivenScales"), ("tokens", "ByteQuantizer")
+_INT4, _FP4 = ("int4", "Int4Quantizer"), ("fp4", "Fp4Quantizer")
+
+
+class StoredFormat(NamedTuple):
+    """An element, and its scales.
+
+    Attributes:
+        dtype: torch's name, or one of FourBitDtype.
+        element: part of names of kernels.
+        struct: in csrc/common/elements.cuh; in DataType (csrc/common/data_type.h) with a k before it.
+        append: part of names of append kernels, and what quantizes in them (csrc/cache/quantizers.h).
+        head_columns: of 4 bits: head_dim is a multiple. 0: a column fills a byte.
+        scales: torch's name for the dtype of a scale for each token and head, or for each block of columns of
+            these. None: scales are for all, for heads, for requests or parts of rows.
+        has_factor: a number multiplies all scales of blocks.
+    """
+
+    dtype: str
+    element: str
+    struct: str
+    append: tuple[str, str]
+    head_columns: int = 0
+    scales: str | None = None
+    has_factor: bool = False
+
+    @property
+    def has_block_scales(self) -> bool:
+        return self.scales not in (None, "float32")
+
+
+FORMATS = (
+    StoredFormat("float8_e4m3fn", "e4m3", "Float8E4M3", _PLAIN),
+    StoredFormat("float8_e5m2", "e5m2", "Float8E5M2", _PLAIN),
+    StoredFormat("uint8", "latent", "ScaledLatent", _PLAIN),
+    StoredFormat("float8_e4m3fn", "e4m3_tokens", "Float8E4M3", _TOKENS, scales="float32"),
+    StoredFormat("int8", "int8_tokens", "Int8", _TOKENS, scales="float32"),
+    StoredFormat("int4", "int4_tokens", "Int4", _INT4, 32, "float32"),
+    StoredFormat("nvfp4", "nvfp4", "NvFp4", _FP4, 64, "float8_e4m3fn", has_factor=True),
+    StoredFormat("fp4_mx_block16", "mxfp4", "MxFp4", _FP4, 64, "uint8"),
+)
