@@ -54,13 +54,18 @@ __device__ __forceinline__ uint4 converted(const uint4& pairs) {
                     converted<Element, Other>(pairs.z), converted<Element, Other>(pairs.w));
 }
 
+/// Of a cache's type whose elements are bytes. A byte of 4-bit types has two columns.
+template <DataType kType_>
+struct ByteElement {
+  static constexpr DataType kType = kType_;
+  static constexpr int kBytes = 1;
+  static constexpr bool kRowsHaveScales = false;
+};
+
 // 8-bit types: four elements a word, which are dequantized before they are multiplied. to_f16() makes pair number i of
 // a word, (0, 1) or (2, 3), to_f16_apart() of the pairs (0, 2) and (1, 3).
 
-struct Float8E4M3 {
-  static constexpr DataType kType = DataType::kFloat8E4M3;
-  static constexpr int kBytes = 1;
-  static constexpr bool kRowsHaveScales = false;
+struct Float8E4M3 : ByteElement<DataType::kFloat8E4M3> {
   __device__ __forceinline__ static uint32_t to_f16(uint32_t word, int i) {
     return ptx::f16_of_e4m3(static_cast<uint16_t>(word >> 16 * i));
   }
@@ -71,10 +76,7 @@ struct Float8E4M3 {
   __device__ __forceinline__ static uint32_t pack(float low, float high) { return ptx::pack_e4m3(low, high); }
 };
 
-struct Float8E5M2 {
-  static constexpr DataType kType = DataType::kFloat8E5M2;
-  static constexpr int kBytes = 1;
-  static constexpr bool kRowsHaveScales = false;
+struct Float8E5M2 : ByteElement<DataType::kFloat8E5M2> {
   __device__ __forceinline__ static uint32_t to_f16(uint32_t word, int i) {
     return ptx::f16_of_e5m2(static_cast<uint16_t>(word >> 16 * i));
   }
@@ -83,10 +85,7 @@ struct Float8E5M2 {
   }
 };
 
-struct Int8 {
-  static constexpr DataType kType = DataType::kInt8;
-  static constexpr int kBytes = 1;
-  static constexpr bool kRowsHaveScales = false;
+struct Int8 : ByteElement<DataType::kInt8> {
   /// f16 numbers 1024 + 128. With a byte as their last eight bits, they are 1024 + byte.
   static constexpr uint32_t kOffset = 0x64806480u;
   __device__ __forceinline__ static uint32_t to_f16(uint32_t word, int i) {
@@ -103,10 +102,7 @@ struct Int8 {
 // `factor`: multiplies these.
 
 /// Numbers from 0 to 15, with a zero point in each of the TokenScales (Int4Scale).
-struct Int4 {
-  static constexpr DataType kType = DataType::kInt4;
-  static constexpr int kBytes = 1;
-  static constexpr bool kRowsHaveScales = false;
+struct Int4 : ByteElement<DataType::kInt4> {
   template <class Element>
   __device__ __forceinline__ static uint4 dequantize(uint32_t word, int /*word_number*/, uint32_t scale_word,
                                                      float /*factor*/) {
@@ -125,11 +121,8 @@ struct Int4 {
 };
 
 /// e2m1 numbers. Format::scale(): scale number i of a word.
-template <class Format, DataType kType_>
-struct E2M1 {
-  static constexpr DataType kType = kType_;
-  static constexpr int kBytes = 1;
-  static constexpr bool kRowsHaveScales = false;
+template <class Format, DataType kType>
+struct E2M1 : ByteElement<kType> {
   template <class Element>
   __device__ __forceinline__ static uint4 dequantize(uint32_t word, int word_number, uint32_t scale_word,
                                                      float factor) {

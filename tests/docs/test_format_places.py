@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from attn_backend.stored_formats import FORMATS
+from attn_backend.stored_formats import FORMATS, StoredFormat
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/internals/add_format.md").read_text()
@@ -37,8 +37,8 @@ def sources() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("stored", FOUR_BITS, ids=lambda stored: stored.dtype)
-def test_files_that_name_a_format(stored: object) -> None:
-    dtype, element, struct = stored[:3]  # type: ignore[index]
+def test_files_that_name_a_format(stored: StoredFormat) -> None:
+    dtype, element, struct = stored[:3]
     names = re.compile(rf"\b(k?{struct}|{dtype}|{element}|{dtype.upper()})\b")
     files = [str(path.relative_to(ROOT)) for path in sources() if names.search(code_of(path))]
     missing = [file for file in files if not file.startswith(ELSEWHERE) and f"`{file}`" not in PAGE]

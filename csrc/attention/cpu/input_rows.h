@@ -24,7 +24,7 @@ struct CacheRows {
   static void transform_row(const Element* row, int columns, const PairLayout& pairs, float scale, Element* transformed,
                             const Change& change) {
     alignas(64) float values[kMaxHeadDim];
-    for (int i = 0; i < columns; i += Isa::kWidth) Isa::store(values + i, Isa::load_elements(row + i, columns - i));
+    load_row(row, columns, values);
     if (scale != 1.0f) {
       for (int i = 0; i < columns; ++i) values[i] *= scale;
     }
@@ -37,16 +37,15 @@ struct CacheRows {
         values[second] = changed.second;
       }
     }
-    for (int i = 0; i < columns; i += Isa::kWidth)
-      Isa::store_elements(transformed + i, Isa::load(values + i), columns - i);
+    store_row(values, columns, transformed);
   }
 
   /// Rotates a row of Q and divides it by b (common/rotation.h).
   static void rotate_query(const Element* row, int columns, Element* rotated) {
     alignas(64) float values[kMaxHeadDim];
-    for (int i = 0; i < columns; i += Isa::kWidth) Isa::store(values + i, Isa::load_elements(row + i, columns - i));
+    load_row(row, columns, values);
     rotate_row(values, columns, 1.0f / static_cast<float>(rotation_block(columns)));
-    for (int i = 0; i < columns; i += Isa::kWidth) Isa::store_elements(rotated + i, Isa::load(values + i), columns - i);
+    store_row(values, columns, rotated);
   }
 
   /// Keys and values that are packed at once.
@@ -97,11 +96,11 @@ struct CacheRows {
   /// Converts a row of Q from the other 16-bit type. What exceeds the largest float16 becomes that, as on a GPU.
   static void convert_row(const OtherElement<Element>* row, int columns, Element* to) {
     alignas(64) float values[kMaxHeadDim];
-    for (int j = 0; j < columns; j += Isa::kWidth) Isa::store(values + j, Isa::load_elements(row + j, columns - j));
+    load_row(row, columns, values);
     if constexpr (is_same<Element, Half>) {
       for (int j = 0; j < columns; ++j) values[j] = finite_half(values[j]);
     }
-    for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
+    store_row(values, columns, to);
   }
 
   /// Widens rows [begin, end) of the block. `rows`: their addresses, then the addresses of the results. `scales`: of
@@ -116,11 +115,19 @@ struct CacheRows {
   }
 
  private:
+  template <class From>
+  static void load_row(const From* row, int columns, float* values) {
+    for (int i = 0; i < columns; i += Isa::kWidth) Isa::store(values + i, Isa::load_elements(row + i, columns - i));
+  }
+  static void store_row(const float* values, int columns, Element* to) {
+    for (int i = 0; i < columns; i += Isa::kWidth) Isa::store_elements(to + i, Isa::load(values + i), columns - i);
+  }
+
   template <class Narrow>
   static void widen_numbers(const Narrow* row, int columns, Element* to, float scale) {
     alignas(64) float values[kMaxHeadDim];
     for (int j = 0; j < columns; ++j) values[j] = to_float(row[j]) * scale;
-    for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
+    store_row(values, columns, to);
   }
 
   template <class Quantizer>
@@ -138,7 +145,7 @@ struct CacheRows {
     if constexpr (is_same<Element, Half> && Quantizer::kOfBlocks) {  // the largest number may be rounded up, beyond it
       for (int j = 0; j < columns; ++j) values[j] = finite_half(values[j]);
     }
-    for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
+    store_row(values, columns, to);
   }
 
   /// For rows that carry their scales.
@@ -151,7 +158,7 @@ struct CacheRows {
     const auto* const rope = reinterpret_cast<const BFloat16*>(row + Row::kRopeAt);
     for (int j = 0; j < Row::kLatentColumns; ++j) values[j] = to_float(latent[j]) * scales[j / Row::kColumnsOfScale];
     for (int j = Row::kLatentColumns; j < columns; ++j) values[j] = to_float(rope[j - Row::kLatentColumns]);
-    for (int j = 0; j < columns; j += Isa::kWidth) Isa::store_elements(to + j, Isa::load(values + j), columns - j);
+    store_row(values, columns, to);
   }
 };
 

@@ -6,28 +6,34 @@
 
 namespace attn::ptx {
 
+/// An instruction of one float.
+#define ATTN_UNARY(name, instruction)               \
+  __device__ __forceinline__ float name(float x) {  \
+    float y;                                        \
+    asm(instruction " %0, %1;" : "=f"(y) : "f"(x)); \
+    return y;                                       \
+  }
+
+/// An instruction of two words, which hold pairs of 16-bit numbers.
+#define ATTN_BINARY(name, instruction)                               \
+  __device__ __forceinline__ uint32_t name(uint32_t a, uint32_t b) { \
+    uint32_t d;                                                      \
+    asm(instruction " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));      \
+    return d;                                                        \
+  }
+
 // --- approximate functions of the special function unit, and conversion of pairs
 
-/// 2^x; 0 for -inf.
-__device__ __forceinline__ float ex2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
+ATTN_UNARY(ex2, "ex2.approx.ftz.f32")  // 2^x; 0 for -inf
+ATTN_UNARY(lg2, "lg2.approx.ftz.f32")  // log2(x); -inf for 0
+ATTN_UNARY(tanh, "tanh.approx.f32")    // with a relative error of 2^-11
 
-/// log2(x); -inf for 0.
-__device__ __forceinline__ float lg2(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-/// tanh(x), with a relative error of 2^-11.
-__device__ __forceinline__ float tanh(float x) {
-  float y;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
+ATTN_BINARY(sub_f16, "sub.rn.f16x2")
+ATTN_BINARY(mul_f16, "mul.rn.f16x2")
+ATTN_BINARY(mul_bf16, "mul.rn.bf16x2")
+ATTN_BINARY(min_u16, "min.u16x2")
+#undef ATTN_UNARY
+#undef ATTN_BINARY
 
 /// `low` in the lower half. (volatile: the conversion stays at its place, so that the pair takes one register from
 /// there on, not two.)
@@ -102,27 +108,6 @@ __device__ __forceinline__ uint32_t f16_of_e4m3_in(uint32_t word) {
 /// Two e5m2 numbers: the upper bytes of f16 numbers.
 __device__ __forceinline__ uint32_t f16_of_e5m2(uint16_t pair) { return __byte_perm(pair, 0, 0x1404); }
 
-/// Differences of pairs of f16 numbers.
-__device__ __forceinline__ uint32_t sub_f16(uint32_t a, uint32_t b) {
-  uint32_t d;
-  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-
-/// Products of pairs of f16 numbers.
-__device__ __forceinline__ uint32_t mul_f16(uint32_t a, uint32_t b) {
-  uint32_t d;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-
-/// mul_f16() for bf16.
-__device__ __forceinline__ uint32_t mul_bf16(uint32_t a, uint32_t b) {
-  uint32_t d;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-
 /// One half of a word, twice. (From C++ the compiler makes an instruction; products can take a half twice as it is.)
 template <int kHalf>
 __device__ __forceinline__ uint32_t twice(uint32_t word) {
@@ -131,13 +116,6 @@ __device__ __forceinline__ uint32_t twice(uint32_t word) {
     asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low}; }" : "=r"(d) : "r"(word));
   else
     asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high}; }" : "=r"(d) : "r"(word));
-  return d;
-}
-
-/// The smaller numbers of pairs of 16 bits.
-__device__ __forceinline__ uint32_t min_u16(uint32_t a, uint32_t b) {
-  uint32_t d;
-  asm("min.u16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
 
