@@ -6,7 +6,7 @@ an engine starts. docs/engines/limits.md shows it, and docs/reports/models.md wi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from attn_backend.adapters.checkpoint import PARTLY, SERVED, Checkpoint, Layer, Refusal, Verdict, refused
@@ -197,20 +197,27 @@ def choice_of(engine: str, model: Checkpoint) -> Choice | Missing | None:
     return None
 
 
-def judge(engine: str, model: Checkpoint, other_backend: str) -> Verdict:
-    """Whether the layers of a model run on this backend, if no rule refuses them."""
+def judge(
+    engine: str, model: Checkpoint, other_backend: str, refusals: Iterable[Refusal | None] = ()
+) -> Verdict:
+    """Whether the layers of a model run on this backend.
+
+    Args:
+        refusals: of the engine's rules. They count unless the model's own kernels are refused.
+    """
     all_layers = tuple(layer.index for layer in model.layers)
     choice = choice_of(engine, model)
     if isinstance(choice, Missing):
         what = f"{model.architecture}, which {ENGINE_NAMES[engine]} does not have"
         return refused([Refusal(what, "use another engine")])
     others = () if choice is None else tuple(layer.index for layer in choice.layers(model))
-    if choice is None or not others:
-        return Verdict(SERVED, ours=all_layers)
-    if choice.refuses:
+    if others and choice is not None and choice.refuses:
         what = f"{model.architecture}: {ENGINE_NAMES[engine]} only accepts {choice.refuses} for it"
         return refused([Refusal(what, other_backend)])
-    if len(others) == len(all_layers):
+    if others and len(others) == len(all_layers):
         what = f"{model.architecture}: its own kernels run all {len(others)} attention layers"
         return refused([Refusal(what, WAY_OUT)])
-    return Verdict(PARTLY, ours=tuple(sorted({*all_layers} - {*others})), others=others)
+    if found := [refusal for refusal in refusals if refusal is not None]:
+        return refused(found)
+    ours = tuple(sorted({*all_layers} - {*others}))
+    return Verdict(PARTLY if others else SERVED, ours=ours, others=others)

@@ -603,17 +603,17 @@ using KernelElement = $element;
 def attention_source(stem: str, shape: KernelShape, variant_type: str) -> str:
     """stem: a value of Design.cubins."""
     element, dims, kv_element, float8_q, float8_out, rotation = shape
-    has_8_bits = kv_element in CUDA_KV_ELEMENTS
+    is_dequantized = kv_element in CUDA_KV_ELEMENTS
     # An 8-bit cache is dequantized to Q's type; Q of another 16-bit type is converted to the cache's.
     elements = [
-        element if has_8_bits else kv_element,
+        element if is_dequantized else kv_element,
         kv_element,
         kv_element if float8_q else element,
         OUT_ELEMENT if float8_out else element,
     ]
     variant = f"attn::{variant_type}"
     variant = f"attn::WithRotation<{variant}>" if rotation else variant
-    if has_8_bits:
+    if is_dequantized:
         has_token_scales = kv_element in TOKEN_ELEMENTS
         wrapped = "WithScaledLoads" if dims == MLA_HEAD_DIMS else "WithScales"
         wrapped = "WithTokenScales" if has_token_scales else wrapped
@@ -630,7 +630,7 @@ def attention_source(stem: str, shape: KernelShape, variant_type: str) -> str:
         "sm90": (_SM90_ATTENTION, "BoxCopier"),
         "sm90_gather": (_SM90_ATTENTION, "RowCopier"),
     }[stem]
-    if copier and dims.is_wide and has_8_bits:
+    if copier and dims.is_wide and is_dequantized:
         copier = "DequantizingCopier"
     gathers = ", true" if copier == "RowCopier" else ""
     return template.substitute(traits=traits, copier=copier, gathers=gathers)

@@ -58,15 +58,15 @@ class LayerState:
     """The state of a layer between steps."""
 
     def __init__(
-        self, layer: RadixAttention, plan: StepPlanner, slopes: Tensor | None, cache: LayerCache
+        self, layer: RadixAttention, planner: StepPlanner, slopes: Tensor | None, cache: LayerCache
     ) -> None:
-        self.plan = plan
+        self.planner = planner
         self.slopes = slopes
         self.num_qo_heads: int = layer.tp_q_head_num
         self.head_dim: int = layer.head_dim
         self.head_dim_v: int = layer.v_head_dim
         self.sm_scale = float(layer.scaling)
-        self.of_encoder = plan.spec.of_encoder
+        self.of_encoder = planner.spec.of_encoder
         self.cache = cache
 
 
@@ -123,7 +123,7 @@ class SGLangAttentionBackend(AttentionBackend):
         )
         self._window_slots: Tensor | None = None  # where this step's tokens go in the window pool
         self._allocate_buffers()
-        self._plans: dict[LayerSpec, StepPlanner] = {}
+        self._planners: dict[LayerSpec, StepPlanner] = {}
         self._caches: dict[int, LayerCache] = {}
         self._layers: dict[RadixAttention, LayerState] = {}
         for layer, parent in attention_layers(runner.model, is_encoder_decoder):
@@ -158,8 +158,8 @@ class SGLangAttentionBackend(AttentionBackend):
                 max(max_num_tokens, self._max_rows),
             )
             self._allocate_buffers()
-            for plan in self._plans.values():
-                plan.grow(self._max_rows, self._max_batch)
+            for planner in self._planners.values():
+                planner.grow(self._max_rows, self._max_batch)
 
     @property
     def verify_mask(self) -> Any:
@@ -182,12 +182,12 @@ class SGLangAttentionBackend(AttentionBackend):
                 forward_batch.spec_info, forward_batch.seq_lens[: forward_batch.batch_size]
             )
         if not is_uniform(forward_batch.forward_mode):
-            self._plan(forward_batch)
+            self._read_and_plan(forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Plans decode and verify steps, inside the graph if there is one."""
         if is_uniform(forward_batch.forward_mode):
-            self._plan(forward_batch)
+            self._read_and_plan(forward_batch)
 
     def plan_step(self, batch: Step | None) -> None:
         """Plans a step for all layers. None: nothing to attend to."""
@@ -195,30 +195,30 @@ class SGLangAttentionBackend(AttentionBackend):
         if batch is None:
             return
         req_to_token = self.req_to_token_pool.req_to_token
-        for plan in self._plans.values():
-            if plan.spec.of_this_step and batch.has_prefixes:
-                plan.current = None  # the model attends to the latents in this step
+        for planner in self._planners.values():
+            if planner.spec.of_this_step and batch.has_prefixes:
+                planner.current = None  # the model attends to the latents in this step
             else:
-                plan.plan(batch, req_to_token, self.page_size, self._window)
+                planner.plan(batch, req_to_token, self.page_size, self._window)
 
     def one_row_each(self, batch_size: int) -> Tensor:
         """int32 [batch_size + 1], the qo_indptr of a step with one token of each request."""
         return self._reader.one_row_each(batch_size)
 
-    def _plan(self, forward_batch: Any) -> None:
+    def _read_and_plan(self, forward_batch: Any) -> None:
         batch = self._reader.read(forward_batch)
         if batch is not None and self._window is not None and forward_batch.out_cache_loc is not None:
             self._window_slots = self._window.translate(forward_batch.out_cache_loc)
         self.plan_step(batch)
 
-    def _plan_late(self, plan: StepPlanner) -> Attention:
+    def _plan_late(self, planner: StepPlanner) -> Attention:
         """Plans for a layer that was not found in the model at start, after the plans of the others."""
         if self.forward_metadata is None:
             raise RuntimeError("a layer's forward was called before init_forward_metadata")
-        if plan.spec.of_this_step and self.forward_metadata.has_prefixes:
+        if planner.spec.of_this_step and self.forward_metadata.has_prefixes:
             refuse("decompressed keys and values after a cached prefix")
         req_to_token = self.req_to_token_pool.req_to_token
-        return plan.plan(self.forward_metadata, req_to_token, self.page_size, self._window)
+        return planner.plan(self.forward_metadata, req_to_token, self.page_size, self._window)
 
     # Running.
 
@@ -252,13 +252,13 @@ class SGLangAttentionBackend(AttentionBackend):
         q_rope, k_rope = extra.pop("q_rope", None), extra.pop("k_rope", None)
         sinks = self._sinks(layer, extra) if extra else None
         known = self._layers.get(layer) or self._remember(layer)
-        plan = known.plan
-        attention = plan.current or self._plan_late(plan)  # before append_kv, which run() relies on
+        planner = known.planner
+        attention = planner.current or self._plan_late(planner)  # before append_kv, which run() relies on
         q_heads = q.reshape(-1, known.num_qo_heads, known.head_dim if q_rope is None else known.head_dim_v)
         num_rows = q_heads.shape[0]
         out = _output(q, num_rows, known, forward_batch)
         out_heads = out.view(num_rows, known.num_qo_heads, known.head_dim_v)
-        if plan.spec.of_this_step:
+        if planner.spec.of_this_step:
             attention.run(q_heads, _new_tokens(k, v, known), out=out_heads, sm_scale=known.sm_scale)
             return out
         # called at every step, because it waits for KV that SGLang is still loading
@@ -283,7 +283,7 @@ class SGLangAttentionBackend(AttentionBackend):
                 layer,
                 forward_batch.encoder_out_cache_loc if known.of_encoder else forward_batch.out_cache_loc,
             )
-        arguments = plan.arguments
+        arguments = planner.arguments
         if known.slopes is not None:
             arguments = {"slopes": known.slopes, **(arguments or {})}
         attention.run(
@@ -294,7 +294,7 @@ class SGLangAttentionBackend(AttentionBackend):
             else q_rope.view(num_rows, known.num_qo_heads, known.head_dim - known.head_dim_v),
             out=out_heads,
             sm_scale=known.sm_scale,
-            logits_soft_cap=plan.logits_soft_cap,
+            logits_soft_cap=planner.logits_soft_cap,
             after_append=appended,
             variant_args=arguments,
             sinks=sinks,
@@ -344,7 +344,7 @@ class SGLangAttentionBackend(AttentionBackend):
         if sinks is None:
             return None
         known = self._layers.get(layer)
-        if known is None or not known.plan.spec.has_sinks:
+        if known is None or not known.planner.spec.has_sinks:
             refuse(
                 f"attention sinks that layer {layer.layer_id} of this model did not show when the engine "
                 f"started"
@@ -364,16 +364,16 @@ class SGLangAttentionBackend(AttentionBackend):
             attention_chunk_size=chunk,
             **self._of_model,
         )
-        plan = self._plans.get(spec)
-        if plan is None:
+        planner = self._planners.get(spec)
+        if planner is None:
             nodes_of_trees = 0 if spec.of_this_step else self._nodes_of_trees
-            plan = self._plans[spec] = StepPlanner(
+            planner = self._planners[spec] = StepPlanner(
                 spec, self.dtype, self.device, self._max_rows, self._max_batch, nodes_of_trees
             )
         slopes = slopes_of(parent)
         slopes = None if slopes is None else slopes.to(self.device, torch.float32)
         cache = self._caches.setdefault(layer.layer_id, LayerCache(makes_v_anew=self._has_latents))
-        known = self._layers[layer] = LayerState(layer, plan, slopes, cache)
+        known = self._layers[layer] = LayerState(layer, planner, slopes, cache)
         return known
 
     def _allocate_buffers(self) -> None:
@@ -393,7 +393,7 @@ def _new_tokens(k: Tensor | None, v: Tensor | None, known: LayerState) -> KVCach
     """A step's own tokens, decompressed. The model has written their latents."""
     assert k is not None
     assert v is not None
-    heads = known.plan.spec.num_kv_heads
+    heads = known.planner.spec.num_kv_heads
     return KVCache.from_ragged(k.view(-1, heads, known.head_dim), v.view(-1, heads, known.head_dim_v))
 
 

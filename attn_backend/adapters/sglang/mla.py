@@ -42,35 +42,26 @@ def unsupported_sparse(runner: Any) -> str | None:
         compat.setting("exec.kernel.prefill_attention_backend", None),
         compat.setting("exec.kernel.decode_attention_backend", None),
     } - {None, NAME}
-    what = "sparse attention over latents"
-    unsupported_device = rules.unsupported_sparse_device(device(runner.device).type)
-    if unsupported_device is not None:
-        return unsupported_device
     is_known = isinstance(pool, MLATokenToKVPool)
-    widths = (pool.kv_lora_rank, pool.qk_rope_head_dim) if is_known else (0, 0)
-    unsupported_widths = rules.unsupported_sparse_latents(*widths)
-    if unsupported_widths is not None:
-        return unsupported_widths
+    width, rotated = (pool.kv_lora_rank, pool.qk_rope_head_dim) if is_known else (0, 0)
+    pools, has_sink = getattr(config, "index_kpool", 1), getattr(config, "learnable_sink", False)
+    for found in rules.unsupported_sparse(device(runner.device).type, width, rotated, pools, has_sink):
+        return found
     if (
         pool.kv_cache_dim != (SCALED_LATENT_BYTES if pool.dsa_kv_cache_store_fp8 else 576)
         or (pool.dtype.itemsize == 1) != pool.dsa_kv_cache_store_fp8
     ):
         return (
-            f"{what} in 8-bit rows without block scales (pass --kv-cache-dtype bfloat16, or "
+            f"{rules.SPARSE} in 8-bit rows without block scales (pass --kv-cache-dtype bfloat16, or "
             f"flashmla_sparse as --dsa-prefill-backend and -decode-)"
         )
     if runner.dtype != torch.bfloat16:
-        return f"{what} for a model of {runner.dtype} (pass --dtype bfloat16)"
-    unsupported_config = rules.unsupported_sparse_config(
-        getattr(config, "index_kpool", 1), getattr(config, "learnable_sink", False)
-    )
-    if unsupported_config is not None:
-        return unsupported_config
+        return f"{rules.SPARSE} for a model of {runner.dtype} (pass --dtype bfloat16)"
     if runner.hisparse_coordinator is not None:
         return "--enable-hisparse"
     if compat.deterministic():
-        return f"{what} with --enable-deterministic-inference"
-    return f"{what} with another backend ({', '.join(sorted(map(str, names)))})" if names else None
+        return f"{rules.SPARSE} with --enable-deterministic-inference"
+    return f"{rules.SPARSE} with another backend ({', '.join(sorted(map(str, names)))})" if names else None
 
 
 def unsupported(runner: Any) -> str | None:
@@ -78,9 +69,8 @@ def unsupported(runner: Any) -> str | None:
     if is_sparse(runner):
         return unsupported_sparse(runner)
     pool = runner.token_to_kv_pool
-    unsupported_pool = rules.unsupported_pool([base.__name__ for base in type(pool).__mro__])
-    if unsupported_pool is not None:
-        return unsupported_pool
+    if (what := rules.unsupported_pool([base.__name__ for base in type(pool).__mro__])) is not None:
+        return what
     stored_as = torch.uint8 if pool.dtype.itemsize == 1 else pool.dtype
     if pool.store_dtype != stored_as or pool.kv_cache_dim != pool.kv_lora_rank + pool.qk_rope_head_dim:
         return f"latents of {pool.dtype} stored as {pool.store_dtype}, {pool.kv_cache_dim} columns of them"

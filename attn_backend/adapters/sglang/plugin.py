@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from .sampler import AttnSampler
     from .sparse import SparseBackend
 
+_MARK = "_attn_backend_hook"
+
 
 def register() -> None:
     """Registers `--attention-backend attn_backend` and `--sampling-backend attn_backend` with SGLang in this
@@ -94,15 +96,26 @@ def create_sampler() -> AttnSampler:
     return AttnSampler()
 
 
+def hook_once(path: str, hook: Callable[..., Any]) -> None:
+    """Has SGLang call `hook` around a function, from the end of its `load_plugins` on. A second call changes
+    nothing.
+
+    Args:
+        path: of the function: module:name, or with a dot.
+        hook: gets the original function, and its arguments.
+    """
+    hooks = import_module("sglang.srt.plugins.hook_registry")
+    target = path.replace(":", ".")
+    if not any(hasattr(known, _MARK) for _, known, *_ in hooks.HookRegistry._hooks.get(target, [])):
+        setattr(hook, _MARK, True)
+        hooks.HookRegistry.register(target, hook, hooks.HookType.AROUND)
+
+
 DRAFT_FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
 
 
 def hook_draft_factory(name: str) -> None:
-    """Adds a draft backend of this name to SGLang's factory, from the end of its `load_plugins` on.
-
-    Registering it again changes nothing.
-    """
-    hooks = import_module("sglang.srt.plugins.hook_registry")
+    """Adds a draft backend of this name to SGLang's factory."""
 
     def create_with_ours(
         original: Callable[..., Any],
@@ -124,24 +137,18 @@ def hook_draft_factory(name: str) -> None:
 
         return original(factory, backend_name, {**known, name: ours}, *arguments, **named)
 
-    create_with_ours._attn_backend_hook = True  # type: ignore[attr-defined]
-    if not any(
-        getattr(known, "_attn_backend_hook", None)
-        for _, known, *_ in hooks.HookRegistry._hooks.get(DRAFT_FACTORY, [])
-    ):
-        hooks.HookRegistry.register(DRAFT_FACTORY, create_with_ours, hooks.HookType.AROUND)
+    hook_once(DRAFT_FACTORY, create_with_ours)
 
 
 WRAPPER = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
 
 
 def hook_wrapper() -> None:
-    """Checks which layers of a built model run on our backend, from the end of SGLang's `load_plugins` on.
+    """Checks which layers of a built model run on our backend.
 
     A model may choose another backend, or replace ours in this function. Then no code of ours runs after
-    registration. Registering it again changes nothing.
+    registration.
     """
-    hooks = import_module("sglang.srt.plugins.hook_registry")
 
     def wrap_and_check(original: Callable[..., Any], runner: Any, *arguments: Any, **named: Any) -> Any:
         from .support import check_layers  # only now: it imports the engine
@@ -150,12 +157,7 @@ def hook_wrapper() -> None:
         check_layers(runner, built)
         return built
 
-    wrap_and_check._attn_backend_hook = True  # type: ignore[attr-defined]
-    if not any(
-        getattr(known, "_attn_backend_hook", None)
-        for _, known, *_ in hooks.HookRegistry._hooks.get(WRAPPER, [])
-    ):
-        hooks.HookRegistry.register(WRAPPER, wrap_and_check, hooks.HookType.AROUND)
+    hook_once(WRAPPER, wrap_and_check)
 
 
 BACKEND_OPTIONS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
@@ -250,28 +252,18 @@ def _has_all(checks: Iterable[Check]) -> bool:
 
 
 def hook_name_checks(name: str) -> bool:
-    """Makes SGLang's checks accept a backend of this name, from the end of its `load_plugins` on.
-
-    A second call changes nothing.
+    """Makes SGLang's checks accept a backend of this name.
 
     Returns:
         Whether this release has known checks.
     """
-    hooks = import_module("sglang.srt.plugins.hook_registry")
     found: Iterable[Check] | None = next((checks for checks in CHECKS if _has_all(checks)), None)
     if found is None:
         return False
     checks = [check for check in found if _exists(check.function)]
-    around = hooks.HookType.AROUND
-    for path, hook in [(check.function, reading(check, name)) for check in checks] + [
-        (path, renamed_view) for path in {check.view for check in checks}
-    ]:
-        target = path.replace(":", ".")
-        if not any(
-            getattr(known, "_attn_backend_hook", None)
-            for _, known, *_ in hooks.HookRegistry._hooks.get(target, [])
-        ):
-            hooks.HookRegistry.register(target, hook, around)
+    for check in checks:
+        hook_once(check.function, reading(check, name))
+        hook_once(check.view, renamed_view)
     return True
 
 
@@ -294,15 +286,13 @@ def reading(check: Check, name: str) -> Callable[..., Any]:
             or (check.of_cache and server_args.kv_cache_dtype != check.of_cache)
         ):
             return original(server_args)
-        refusal = _unsupported_fp4(server_args) if check.of_cache else None
-        if refusal is not None:
-            from .support import refuse_if  # only now: it imports the engine
+        for refusal in _unsupported_fp4(server_args) if check.of_cache else ():
+            from .support import refuse  # only now: it imports the engine
 
-            refuse_if(refusal)
+            refuse(*refusal)
         with _read_as(name, check.accepted):
             return original(server_args)
 
-    check_with_accepted_name._attn_backend_hook = True  # type: ignore[attr-defined]
     return check_with_accepted_name
 
 
@@ -320,12 +310,11 @@ def _serves(server_args: Any) -> bool:
     return _model_config(server_args).hf_config.architectures[0] in SERVED
 
 
-def _unsupported_fp4(server_args: Any) -> Refusal | None:
+def _unsupported_fp4(server_args: Any) -> Iterator[Refusal]:
     """Refuses models before SGLang makes their pools, which may fail."""
     config = _model_config(server_args)
-    if config.attention_arch.name == "MLA":
-        return rules.unsupported_fp4_latents()
-    return rules.unsupported_fp4_pool(bool(config.is_hybrid_swa))
+    has_latents = config.attention_arch.name == "MLA"
+    return rules.unsupported_fp4("cuda", has_latents=has_latents, has_window_pool=bool(config.is_hybrid_swa))
 
 
 def _model_config(server_args: Any) -> Any:
@@ -340,9 +329,6 @@ def renamed_view(original: Callable[..., Any], *arguments: Any, **named: Any) ->
     view = original(*arguments, **named)
     reads = _reads.get()
     return view if reads is None else _Renamed(view, *reads)
-
-
-renamed_view._attn_backend_hook = True  # type: ignore[attr-defined]
 
 
 class _Renamed:

@@ -6,7 +6,7 @@ them before, without SGLang.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from attn_backend.adapters.checkpoint import (
     Refusal,
     Verdict,
     integer_option,
-    refused,
 )
 from attn_backend.jit.manifest import MLA_HEAD_DIMS, HeadDims
 from attn_backend.metadata.kv_cache import FOUR_BIT_COLUMNS, MXFP4, SCALED_DTYPES
@@ -28,6 +27,7 @@ from attn_backend.releases import SGLANG_ON_CPU_SINCE, is_before
 OTHER_BACKEND = "use another --attention-backend"
 ARCHITECTURES = ("MHA", "MLA")  # members of SGLang's AttentionArch
 LATENT_POOL = "MLATokenToKVPool"
+SPARSE = "sparse attention over latents"
 BLOCKS = "DFLASH"  # drafts a block of tokens in one pass, in which they see each other
 SPECULATION = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", BLOCKS)
 REFUSED_OPTIONS = (
@@ -97,37 +97,37 @@ def unsupported_kv_dtype(name: str, kv_dtype: torch.dtype, dtype: torch.dtype) -
     return Refusal(f"a KV cache of {kv_dtype} for a model of {dtype}", advice)
 
 
-def unsupported_fp4_latents() -> Refusal:
-    return Refusal(f"{_FP4} for latents", _OTHER_CACHE)
-
-
-def unsupported_fp4_pool(has_window_pool: bool) -> Refusal | None:
+def unsupported_fp4(
+    device: str,
+    *,
+    has_latents: bool,
+    has_window_pool: bool,
+    heads: Iterable[HeadDims] = (),
+    drafts_in_blocks: bool = False,
+    options: Iterable[str] = (),
+) -> Iterator[Refusal]:
     """
     Args:
         has_window_pool: layers with a sliding window have a separate KV pool.
+        heads: of the layers. SGLang's pool has as many columns of V as of K.
+        drafts_in_blocks: SGLang writes K and V of accepted blocks into this pool, and on a GPU without
+            scales.
+        options: options of NOT_WITH_FP4 that the server was given.
     """
-    if not has_window_pool:
-        return None
-    return Refusal(f"{_FP4} in a separate KV pool for sliding windows", "pass --disable-hybrid-swa-memory")
-
-
-def unsupported_fp4_heads(heads: HeadDims, device: str) -> Refusal | None:
-    """Why there is no FP4 cache of these heads, or None. SGLang's pool has as many columns of V as of K."""
-    is_stored = heads.qk == heads.v and heads.qk % FOUR_BIT_COLUMNS[MXFP4] == 0
-    if is_stored and (device == "cpu" or not heads.is_wide):
-        return None
-    return Refusal(f"{_FP4} for heads of {heads} columns", _OTHER_CACHE)
-
-
-def unsupported_fp4_blocks() -> Refusal:
-    """SGLang writes K and V of accepted blocks into the draft model's pool, and on a GPU without scales."""
-    advice = "pass --speculative-draft-kv-cache-dtype bfloat16 (from 0.5.18 on)"
-    return Refusal(f"{_FP4} for drafts of {BLOCKS}", advice)
-
-
-def unsupported_with_fp4(option: str) -> Refusal:
-    """option: one of NOT_WITH_FP4, which is given."""
-    return Refusal(f"{_FP4} with {option}: SGLang would not move the scales", f"leave out {option}")
+    if has_latents:
+        yield Refusal(f"{_FP4} for latents", _OTHER_CACHE)
+        return
+    if has_window_pool:
+        yield Refusal(f"{_FP4} in a separate KV pool for sliding windows", "pass --disable-hybrid-swa-memory")
+    for dims in heads:
+        is_stored = dims.qk == dims.v and dims.qk % FOUR_BIT_COLUMNS[MXFP4] == 0
+        if not is_stored or (device == "cuda" and dims.is_wide):
+            yield Refusal(f"{_FP4} for heads of {dims} columns", _OTHER_CACHE)
+    if drafts_in_blocks:
+        advice = "pass --speculative-draft-kv-cache-dtype bfloat16 (from 0.5.18 on)"
+        yield Refusal(f"{_FP4} for drafts of {BLOCKS}", advice)
+    for option in options:
+        yield Refusal(f"{_FP4} with {option}: SGLang would not move the scales", f"leave out {option}")
 
 
 def unsupported_algorithm(name: str) -> Refusal | None:
@@ -166,27 +166,21 @@ def unsupported_latents(width: int, rotated: int, device: str) -> str | None:
     return None
 
 
-_SPARSE = "sparse attention over latents"
+def unsupported_sparse(
+    device: str, width: int, rotated: int, index_kpool: int, learnable_sink: bool
+) -> Iterator[str]:
+    """Why this backend cannot select tokens of latents.
 
-
-def unsupported_sparse_device(device: str) -> str | None:
-    return None if device == "cuda" else f"{_SPARSE} on a CPU (SGLang's indexer has only GPU kernels)"
-
-
-def unsupported_sparse_latents(width: int, rotated: int) -> str | None:
-    """Why no kernel serves selected tokens of latents of these widths, or None."""
-    if HeadDims(width + rotated, width) == MLA_HEAD_DIMS:
-        return None
-    return f"{_SPARSE} of other widths than 512 + 64"
-
-
-def unsupported_sparse_config(index_kpool: int, learnable_sink: bool) -> str | None:
-    """
     Args:
+        width, rotated: columns of the latents.
         index_kpool, learnable_sink: fields of a checkpoint's configuration.
     """
-    pools = index_kpool > 1 or learnable_sink
-    return f"{_SPARSE} with pooled index keys or attention sinks" if pools else None
+    if device != "cuda":
+        yield f"{SPARSE} on a CPU (SGLang's indexer has only GPU kernels)"
+    if HeadDims(width + rotated, width) != MLA_HEAD_DIMS:
+        yield f"{SPARSE} of other widths than 512 + 64"
+    if index_kpool > 1 or learnable_sink:
+        yield f"{SPARSE} with pooled index keys or attention sinks"
 
 
 def has_spans(model_class: str, is_multimodal: bool, use_bidirectional_attention: Any) -> bool:
@@ -255,29 +249,26 @@ def judge(model: Checkpoint, device: str, options: Mapping[str, str], release: s
         device: "cuda" or "cpu".
         options: of the server, by their names without dashes.
     """
-    verdict = own_kernels.judge("sglang", model, OTHER_BACKEND)
-    refusals = verdict.refusals or tuple(_refusals(model, device, options, release))
-    return refused(refusals) if refusals else verdict
+    return own_kernels.judge("sglang", model, OTHER_BACKEND, _refusals(model, device, options, release))
 
 
-def _refusals(model: Checkpoint, device: str, options: Mapping[str, str], release: str) -> Iterator[Refusal]:
-    found = [unsupported_device(device)]
+def _refusals(
+    model: Checkpoint, device: str, options: Mapping[str, str], release: str
+) -> Iterator[Refusal | None]:
+    all_heads = sorted({layer.heads for layer in model.layers})
+    yield unsupported_device(device)
     if device == "cpu" and is_before(release, SGLANG_ON_CPU_SINCE):
-        found.append(unsupported_on_cpu(release))
+        yield unsupported_on_cpu(release)
     kind = "MHA" if model.latents is None else "MLA"
-    found.append(unsupported_architecture(kind if model.layers else "SSM"))
-    found += [Refusal(what, OTHER_BACKEND) for what in _latents(model, device) if what is not None]
-    found += list(_prompts(model, options))
-    found += _of_options(options)
+    yield unsupported_architecture(kind if model.layers else "SSM")
+    yield from (Refusal(what, OTHER_BACKEND) for what in _latents(model, device) if what is not None)
+    yield from _prompts(model, options)
+    yield from _of_options(options)
     if options.get("kv-cache-dtype") == MXFP4:
-        found += _fp4(model, device, options)
-    if model.latents is None:
-        found += [
-            Refusal(f"heads of {heads.qk}/{heads.v} columns", OTHER_BACKEND)
-            for heads in sorted({layer.heads for layer in model.layers})
-            if not (heads.runs_on_cuda if device == "cuda" else heads.runs_on_cpu)
-        ]
-    yield from (refusal for refusal in found if refusal is not None)
+        yield from _fp4(model, device, options, all_heads)
+    for heads in all_heads if model.latents is None else ():
+        if not (heads.runs_on_cuda if device == "cuda" else heads.runs_on_cpu):
+            yield Refusal(f"heads of {heads.qk}/{heads.v} columns", OTHER_BACKEND)
 
 
 def _of_options(options: Mapping[str, str]) -> Iterator[Refusal | None]:
@@ -290,40 +281,37 @@ def _of_options(options: Mapping[str, str]) -> Iterator[Refusal | None]:
         yield unsupported_ranks(option, integer_option(options, option[2:], 1))
 
 
-def _fp4(model: Checkpoint, device: str, options: Mapping[str, str]) -> Iterator[Refusal | None]:
+def _fp4(
+    model: Checkpoint, device: str, options: Mapping[str, str], heads: Iterable[HeadDims]
+) -> Iterator[Refusal]:
     if device == "cpu":  # SGLang's own refusal
         yield Refusal(f"{_FP4} on a CPU", "pass --kv-cache-dtype auto")
-    if model.latents is not None:
-        yield unsupported_fp4_latents()
-        return
-    has_window_pool = model.architecture in WINDOW_POOLS or bool(model.get("is_hybrid_swa"))
-    yield unsupported_fp4_pool(has_window_pool and "disable-hybrid-swa-memory" not in options)
-    for heads in sorted({layer.heads for layer in model.layers}):
-        yield unsupported_fp4_heads(heads, device)
+    has_windows = model.architecture in WINDOW_POOLS or bool(model.get("is_hybrid_swa"))
     drafts_in_fp4 = options.get("speculative-draft-kv-cache-dtype", MXFP4) == MXFP4
-    if options.get("speculative-algorithm", "").upper() == BLOCKS and drafts_in_fp4:
-        yield unsupported_fp4_blocks()
-    for option in NOT_WITH_FP4:
-        if options.get(option[2:], "null") != "null":
-            yield unsupported_with_fp4(option)
+    yield from unsupported_fp4(
+        device,
+        has_latents=model.latents is not None,
+        has_window_pool=has_windows and "disable-hybrid-swa-memory" not in options,
+        heads=heads,
+        drafts_in_blocks=drafts_in_fp4 and options.get("speculative-algorithm", "").upper() == BLOCKS,
+        options=(option for option in NOT_WITH_FP4 if options.get(option[2:], "null") != "null"),
+    )
 
 
 def _latents(model: Checkpoint, device: str) -> Iterator[str | None]:
     if model.latents is None:
         return
+    width, rotated = model.latents.width, model.latents.rotated
     if model.latents.is_sparse:
-        yield unsupported_sparse_device(device)
-        yield unsupported_sparse_latents(model.latents.width, model.latents.rotated)
-        yield unsupported_sparse_config(
-            int(model.get("index_kpool", 1)), bool(model.get("learnable_sink", False))
-        )
+        pools, has_sink = int(model.get("index_kpool", 1)), bool(model.get("learnable_sink", False))
+        yield from unsupported_sparse(device, width, rotated, pools, has_sink)
         return
     # SGLang wraps the pool of a hybrid
     yield unsupported_pool(["HybridLinearKVPool"] if model.has_states else [LATENT_POOL])
-    yield unsupported_latents(model.latents.width, model.latents.rotated, device)
+    yield unsupported_latents(width, rotated, device)
 
 
-def _prompts(model: Checkpoint, options: Mapping[str, str]) -> Iterator[Refusal]:
+def _prompts(model: Checkpoint, options: Mapping[str, str]) -> Iterator[Refusal | None]:
     chunk = integer_option(options, "chunked-prefill-size", 8192)
     has_radix_cache = "disable-radix-cache" not in options
     if model.architecture in MASKS_OVER_IMAGES:
@@ -331,9 +319,7 @@ def _prompts(model: Checkpoint, options: Mapping[str, str]) -> Iterator[Refusal]
             model.architecture not in _TEXT_UNLESS_ASKED or "enable-multimodal" in options
         )
         if has_spans(model.architecture, takes_images, model.text.get("use_bidirectional_attention")):
-            refusal = unsupported_spans(model.architecture, chunk, has_window_pool=False)
-            if refusal is not None:
-                yield refusal
+            yield unsupported_spans(model.architecture, chunk, has_window_pool=False)
     types = {layer.attn_type for layer in model.layers} - {DECODER}
     if model.architecture not in _WHOLE_PROMPTS:
         for attn_type in sorted(types):

@@ -68,10 +68,8 @@ def check_runner(runner: Any) -> None:
         _check_fp4(runner, device)
     else:
         refuse_if(rules.unsupported_kv_dtype(runner.kv_cache_dtype_str, runner.kv_cache_dtype, runner.dtype))
-    if has_latents(runner):
-        unsupported = unsupported_latents(runner)
-        if unsupported is not None:
-            refuse(unsupported)
+    if has_latents(runner) and (unsupported := unsupported_latents(runner)) is not None:
+        refuse(unsupported)
     if wants_spans(runner):
         chunk = compat.setting("schedule.chunked_prefill_size", -1)
         has_window_pool = isinstance(runner.token_to_kv_pool, SWAKVPool)
@@ -82,18 +80,20 @@ def check_runner(runner: Any) -> None:
 
 
 def _check_fp4(runner: Any, device: str) -> None:
-    if has_latents(runner):
-        refuse_if(rules.unsupported_fp4_latents())
-    refuse_if(rules.unsupported_fp4_pool(isinstance(runner.token_to_kv_pool, SWAKVPool)))
-    if not compat.holds_fp4(runner.token_to_kv_pool):
-        refuse(f"--kv-cache-dtype {MXFP4} in a {type(runner.token_to_kv_pool).__name__}")
-    if drafts_in_blocks(runner):
-        refuse_if(rules.unsupported_fp4_blocks())
-    for layer, _ in attention_layers(runner.model, bool(runner.model_config.is_encoder_decoder)):
-        refuse_if(rules.unsupported_fp4_heads(HeadDims(layer.head_dim, layer.v_head_dim), device))
-    for option in rules.NOT_WITH_FP4:
-        if compat.setting(_SETTINGS[option], None) not in (None, False, "null"):
-            refuse_if(rules.unsupported_with_fp4(option))
+    pool = runner.token_to_kv_pool
+    layers = attention_layers(runner.model, bool(runner.model_config.is_encoder_decoder))
+    settings = {option: compat.setting(_SETTINGS[option], None) for option in rules.NOT_WITH_FP4}
+    refusals = rules.unsupported_fp4(
+        device,
+        has_latents=has_latents(runner),
+        has_window_pool=isinstance(pool, SWAKVPool),
+        heads=(HeadDims(layer.head_dim, layer.v_head_dim) for layer, _ in layers),
+        drafts_in_blocks=drafts_in_blocks(runner),
+        options=(option for option, value in settings.items() if value not in (None, False, "null")),
+    )
+    refuse_if(next(refusals, None))
+    if not compat.holds_fp4(pool):
+        refuse(f"--kv-cache-dtype {MXFP4} in a {type(pool).__name__}")
 
 
 def wants_spans(runner: Any) -> bool:

@@ -21,6 +21,7 @@ from .rules import (
     CACHE_OF_OLD_RELEASES,
     FLOAT8_CACHES,
     HEAD_SIZES,
+    ONE_RANK,
     OTHER_BACKEND,
     OTHER_CACHE,
     ROTATED_DTYPES,
@@ -30,6 +31,7 @@ from .rules import (
     unsupported_cache,
     unsupported_layer,
     unsupported_pages,
+    unsupported_sinks,
 )
 from .support import refuse, refuse_if
 
@@ -101,22 +103,20 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         self.sinks = sinks
 
         heads = HeadDims(head_size, head_size if self.head_size_v is None else self.head_size_v)
-        self._refuse_if(unsupported_layer(heads.qk, heads.v, attn_type))
         device = torch.get_default_device()
-        unsupported = unsupported_cache(heads, kv_cache_dtype, device.type)
-        self._refuse_if(unsupported, "pass fp8 or the model's dtype as --kv-cache-dtype")
-        unsupported = unsupported_pages(
-            kv_cache_dtype, sliding_window is not None, compat.takes_bytes_of_rows()
-        )
-        self._refuse_if(unsupported, CACHE_OF_OLD_RELEASES)
-        if sinks is not None and sinks.shape != (num_heads,):
-            self._refuse_if(f"sinks of shape {tuple(sinks.shape)} in a layer of {num_heads} heads")
-        for name, value in extra.items():
-            self._refuse_if(unsupported_argument(name, value))
-
+        has_window, has_alibi = sliding_window is not None, alibi_slopes is not None
         shares_kv = self.dcp_world_size > 1
-        if shares_kv:
-            self._check_shared_kv(heads, alibi_slopes is not None, sliding_window)
+        other_cache = "pass fp8 or the model's dtype as --kv-cache-dtype"
+        takes_bytes = compat.takes_bytes_of_rows()
+        for what, advice in (
+            (unsupported_layer(heads.qk, heads.v, attn_type), ""),
+            (unsupported_cache(heads, kv_cache_dtype, device.type), other_cache),
+            (unsupported_pages(kv_cache_dtype, has_window, takes_bytes), CACHE_OF_OLD_RELEASES),
+            (unsupported_sinks(sinks, num_heads), ""),
+            *((unsupported_argument(name, value), "") for name, value in extra.items()),
+            (self._unsupported_over_ranks(heads, has_window, has_alibi) if shares_kv else None, ONE_RANK),
+        ):
+            refuse_if(what, f"{advice}, or {self.other_backend}" if advice else self.other_backend)
 
         is_decoder, is_encoder = attn_type == AttentionType.DECODER, attn_type == AttentionType.ENCODER_ONLY
         window = window_left(sliding_window)
@@ -133,7 +133,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             causal=is_decoder,
             of_this_step=is_encoder,
             window_right=window if sees_right else -1,
-            has_alibi=alibi_slopes is not None,
+            has_alibi=has_alibi,
             has_sinks=sinks is not None,
             logits_soft_cap=self.logits_soft_cap,
             head_dim_v=None if heads.v == head_size else heads.v,
@@ -170,26 +170,19 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         else:
             self._float_sinks.copy_(sinks)  # captured graphs read this tensor
 
-    def _refuse_if(self, what: str | None, advice: str | None = None) -> None:
-        refuse_if(what, self.other_backend if advice is None else f"{advice}, or {self.other_backend}")
-
-    def _check_shared_kv(self, heads: HeadDims, has_alibi: bool, sliding_window: int | None) -> None:
-        """Refuses unsupported features of a layer whose KV lies on several ranks (dcp.py)."""
+    def _unsupported_over_ranks(self, heads: HeadDims, has_window: bool, has_alibi: bool) -> str | None:
+        """Why the KV of this layer cannot lie on several ranks (dcp.py), or None."""
         reasons = {
             "attention sinks, which would count once for each rank,": self.sinks is not None,
-            "a sliding window, which would cut KV that is interleaved over ranks,": sliding_window
-            is not None,
+            "a sliding window, which would cut KV that is interleaved over ranks,": has_window,
             "ALiBi, which needs to know where the interleaved tokens stand,": has_alibi,
             f"attention of type {self.attn_type}": self.attn_type != AttentionType.DECODER,
             "a layer that reads another one's KV cache": self.kv_sharing_target_layer_name is not None,
             f"{self.num_kv_heads} KV heads on a rank": self.num_kv_heads != 1,
             f"values of {heads.v} columns, where vLLM merges powers of two,": heads.v & (heads.v - 1) != 0,
         }
-        for what, is_so in reasons.items():
-            if is_so:
-                self._refuse_if(
-                    f"{what} with decode context parallelism", "pass --decode-context-parallel-size 1"
-                )
+        found = (f"{what} with decode context parallelism" for what, is_so in reasons.items() if is_so)
+        return next(found, None)
 
     def forward(
         self,
@@ -229,15 +222,15 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             if self.dcp_world_size > 1:
                 query.new_empty((4 * self.dcp_world_size, *query.shape))
             return output.fill_(0)
-        plan = attn_metadata.plans[self.spec]
-        if plan.context is not None:
+        shared = attn_metadata.shared[self.spec]
+        if shared.context is not None:
             assert attn_metadata.context_parallel is not None
             assert key is not None
             assert value is not None
             rows = attn_metadata.num_actual_tokens
             attn_metadata.context_parallel.attend(
-                plan.attention,
-                plan.context,
+                shared.attention,
+                shared.context,
                 query[:rows],
                 key[:rows],
                 value[:rows],
@@ -246,7 +239,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
                 has_context=attn_metadata.has_context,
                 single_tokens=attn_metadata.single_tokens,
                 sm_scale=self.scale,
-                logits_soft_cap=plan.logits_soft_cap,
+                logits_soft_cap=shared.logits_soft_cap,
             )
             return output
         if self.spec.of_this_step:
@@ -259,15 +252,15 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             appended = key is not None and not self._shares_cache(layer)
         if self.sinks is not None and self._float_sinks is None:
             self.process_weights_after_loading(query.dtype)
-        arguments = plan.arguments
+        arguments = shared.arguments
         if self.alibi_slopes is not None:
             arguments = {"slopes": self.alibi_slopes, **(arguments or {})}
-        plan.attention.run(
+        shared.attention.run(
             query,
             kv,
             out=output,
             sm_scale=self.scale,
-            logits_soft_cap=plan.logits_soft_cap,
+            logits_soft_cap=shared.logits_soft_cap,
             after_append=appended,
             variant_args=arguments,
             sinks=self._float_sinks,

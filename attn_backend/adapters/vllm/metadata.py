@@ -23,7 +23,7 @@ from attn_backend.metadata.views import BSRView, PageTable
 from . import compat, sampler
 from .compat import outside_memory_pools
 from .dcp import ContextParallel, has_context
-from .rules import BYTE_CACHES, ROTATED_DTYPES, TOKEN_SCALED_CACHES
+from .rules import BYTE_CACHES, ONE_RANK, ROTATED_DTYPES, TOKEN_SCALED_CACHES
 from .support import (
     logger,
     refuse,
@@ -82,7 +82,7 @@ class AttnMetadata(AttentionMetadata):
     block_table: torch.Tensor  # int32 [num_reqs, max_blocks]
     slot_mapping: torch.Tensor  # int64 [tokens]
     causal: bool
-    plans: dict[LayerSpec, SharedAttention]
+    shared: dict[LayerSpec, SharedAttention]
     context_parallel: ContextParallel | None = None
     # With context_parallel:
     has_context: bool = True  # whether a request may have tokens before the step
@@ -129,10 +129,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             or unsupported_context_parallelism(vllm_config, 1 if group is None else group.world_size)
         )
         if group is not None and (self.chunked or compat.is_prefix_lm(vllm_config)):
-            refuse(
-                "masks of chunks or images with decode context parallelism (pass "
-                "--decode-context-parallel-size 1)"
-            )
+            refuse(f"masks of chunks or images with decode context parallelism ({ONE_RANK})")
 
         self.page_size: int = kv_cache_spec.block_size
         self.context_parallel: ContextParallel | None = None
@@ -158,10 +155,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             (getattr(impl, "dcp_world_size", 1) > 1) != (group is not None)
             for impl in compat.attention_impls(vllm_config, layer_names)
         ):
-            refuse(
-                "some layers that share KV over ranks in a model where others do not (pass "
-                "--decode-context-parallel-size 1)"
-            )
+            refuse(f"some layers that share KV over ranks in a model where others do not ({ONE_RANK})")
         for spec in specs:
             if not spec.of_this_step and (spec.head_dim_v or spec.head_dim) != head_size_v:
                 refuse(
@@ -175,7 +169,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
         )
         chunk = compat.chunk_of(kv_cache_spec) if self.chunked else 0
 
-        kv_dtype = None if has_8_bits(kv_cache_spec) else kv_cache_spec.dtype
+        kv_dtype = None if is_in_bytes(kv_cache_spec) else kv_cache_spec.dtype
         make = partial(
             attention_of,
             dtype=query_dtype(vllm_config, kv_cache_spec),
@@ -203,7 +197,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             own = make(new_tokens, cascade=False)
             return SharedAttention(spec, *spec.visibility, own, spec.run_soft_cap, None, context)
 
-        self.plans = outside_memory_pools(lambda: {spec: make_shared(spec) for spec in specs}, device)
+        self.shared = outside_memory_pools(lambda: {spec: make_shared(spec) for spec in specs}, device)
         sampler.install(device, vllm_config)
         tell_when_ready(vllm_config, layer_names)
 
@@ -217,7 +211,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
         cm = common_attn_metadata
         if not isinstance(cm.causal, bool):
             refuse("batches that mix causal and bidirectional requests")
-        if not cm.causal and any(spec.window_left >= 0 and spec.window_right < 0 for spec in self.plans):
+        if not cm.causal and any(spec.window_left >= 0 and spec.window_right < 0 for spec in self.shared):
             way_out = "set use_non_causal in --attention-config, or choose another --attention-backend"
             refuse(
                 "a sliding window to the left and right in layers that were made for causal steps", way_out
@@ -231,7 +225,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             block_table=cm.block_table_tensor,
             slot_mapping=cm.slot_mapping,
             causal=cm.causal,
-            plans=self.plans,
+            shared=self.shared,
             context_parallel=self.context_parallel,
             has_context=self.context_parallel is None or has_context(cm),
             single_tokens=self.context_parallel is not None
@@ -261,7 +255,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
                 qo_indptr, metadata.seq_lens, single_tokens=metadata.single_tokens
             )
         table = PageTable.block_table(blocks, kv_lens, self.page_size)
-        for shared in self.plans.values():
+        for shared in self.shared.values():
             if not metadata.single_tokens:
                 of_this_step = shared.spec.of_this_step or shared.context is not None
                 view = BSRView(
@@ -297,7 +291,7 @@ def layer_specs(vllm_config: Any, kv_cache_spec: Any, layer_names: list[str]) ->
         window = window_left(getattr(kv_cache_spec, "sliding_window", None))
         heads = num_qo_heads, kv_cache_spec.num_kv_heads, kv_cache_spec.head_size
         spec = LayerSpec(*heads, window)
-        if has_8_bits(kv_cache_spec):
+        if is_in_bytes(kv_cache_spec):
             cache = vllm_config.cache_config.cache_dtype
             spec = spec._replace(
                 kv_dtype=BYTE_CACHES[cache],
@@ -308,10 +302,9 @@ def layer_specs(vllm_config: Any, kv_cache_spec: Any, layer_names: list[str]) ->
     return sorted(specs, key=str)
 
 
-def has_8_bits(kv_cache_spec: Any) -> bool:
-    """Whether the elements of a cache have 8 bits.
-
-    The spec has the dtype that vLLM stores, uint8 or int8. The layers know the dtype of the elements.
+def is_in_bytes(kv_cache_spec: Any) -> bool:
+    """Whether vLLM stores a cache in bytes: uint8 or int8. Layers know the dtype of the one or two elements
+    of a byte.
     """
     return bool(kv_cache_spec.dtype.itemsize == 1)
 
@@ -324,6 +317,6 @@ def unsupported_cache(vllm_config: Any, kv_cache_spec: Any) -> str | None:
     """Why a KV cache cannot be read, or None."""
     model_dtype = query_dtype(vllm_config, kv_cache_spec)
     is_mixed = {kv_cache_spec.dtype, model_dtype} == {torch.bfloat16, torch.float16}
-    if kv_cache_spec.dtype != model_dtype and not is_mixed and not has_8_bits(kv_cache_spec):
+    if kv_cache_spec.dtype != model_dtype and not is_mixed and not is_in_bytes(kv_cache_spec):
         return f"a KV cache of {kv_cache_spec.dtype} for a model of {model_dtype}"
     return None

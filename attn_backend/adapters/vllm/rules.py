@@ -20,7 +20,6 @@ from attn_backend.adapters.checkpoint import (
     Refusal,
     Verdict,
     integer_option,
-    refused,
 )
 from attn_backend.jit.manifest import MLA_HEAD_DIMS, HeadDims
 from attn_backend.metadata.kv_cache import (
@@ -37,6 +36,7 @@ from attn_backend.validation import describe
 
 OTHER_BACKEND = "choose another --attention-backend"
 OTHER_CACHE = "pass --kv-cache-dtype fp8_e4m3 or auto"
+ONE_RANK = "pass --decode-context-parallel-size 1"
 OWN_NAME = "ATTN_BACKEND"  # releases up to 0.31 only have CUSTOM
 ATTN_TYPES = (DECODER, ENCODER_ONLY, ENCODER_DECODER)
 HEAD_SIZES = [dim for dim in range(8, 1024, 8) if HeadDims.of(dim).runs_on_cuda]
@@ -119,6 +119,12 @@ def unsupported_pages(kv_cache_dtype: str, has_window: bool, takes_bytes_of_rows
     return f"a KV cache of dtype {kv_cache_dtype}{where}"
 
 
+def unsupported_sinks(sinks: torch.Tensor | None, num_heads: int) -> str | None:
+    if sinks is None or sinks.shape == (num_heads,):
+        return None
+    return f"sinks of shape {tuple(sinks.shape)} in a layer of {num_heads} heads"
+
+
 def unsupported_argument(name: str, value: Any) -> str | None:
     """Why a layer cannot have an argument that only some models pass (chunk_lookback, ...), or None."""
     # Not `in`: 0 == False, but chunk_lookback=0 hides the chunks before the query's own.
@@ -192,15 +198,15 @@ def judge(model: Checkpoint, device: str, options: Mapping[str, str], release: s
         device: "cuda" or "cpu".
         options: of the server, by their names without dashes.
     """
-    verdict = own_kernels.judge("vllm", model, OTHER_BACKEND)
-    refusals = verdict.refusals or tuple(_refusals(model, device, options, release))
-    return refused(refusals) if refusals else verdict
+    return own_kernels.judge("vllm", model, OTHER_BACKEND, _refusals(model, device, options, release))
 
 
-def _refusals(model: Checkpoint, device: str, options: Mapping[str, str], release: str) -> Iterator[Refusal]:
+def _refusals(
+    model: Checkpoint, device: str, options: Mapping[str, str], release: str
+) -> Iterator[Refusal | None]:
     # On a GPU vLLM forces the option for these models.
     splits = device == "cpu" and is_prefix_lm(model) and "disable-chunked-mm-input" not in options
-    yield from _refusal(
+    yield _refusal(
         unsupported_model(
             has_rswa=model.config.get("rswa_window") is not None,
             splits_images=splits,
@@ -213,21 +219,20 @@ def _refusals(model: Checkpoint, device: str, options: Mapping[str, str], releas
         assert model.latents is not None
         if model.latents.is_sparse and device == "cpu":
             yield Refusal("sparse attention over latents on a CPU: vLLM's indexer needs a GPU", OTHER_BACKEND)
-        yield from _refusal(unsupported_latents(head_size_of(model)))
+        yield _refusal(unsupported_latents(head_size_of(model)))
         if cache not in LATENT_CACHES and not (model.latents.is_sparse and cache == SCALED_LATENTS):
             yield Refusal(f"a cache of latents of dtype {cache}", OTHER_CACHE)
         return
-    all_heads = {layer.heads for layer in model.layers}
-    for what in sorted({unsupported_cache(heads, cache, device) or "" for heads in all_heads} - {""}):
-        yield Refusal(what, OTHER_CACHE)
+    all_heads = sorted({layer.heads for layer in model.layers})
+    for what in dict.fromkeys(unsupported_cache(heads, cache, device) for heads in all_heads):
+        yield _refusal(what, OTHER_CACHE)
     unsupported = unsupported_pages(cache, has_windows(model), not is_before(release, BYTES_OF_ROWS_SINCE))
-    yield from _refusal(unsupported, CACHE_OF_OLD_RELEASES)
+    yield _refusal(unsupported, CACHE_OF_OLD_RELEASES)
     kinds = {(layer.heads, layer.attn_type, layer.arguments) for layer in model.layers}
     for heads, attn_type, arguments in sorted(kinds):
-        yield from _refusal(unsupported_layer(heads.qk, heads.v, attn_type))
-        for name, value in arguments:
-            yield from _refusal(unsupported_argument(name, value))
+        yield _refusal(unsupported_layer(heads.qk, heads.v, attn_type))
+        yield from (_refusal(unsupported_argument(name, value)) for name, value in arguments)
 
 
-def _refusal(what: str | None, way_out: str = OTHER_BACKEND) -> list[Refusal]:
-    return [Refusal(what, way_out)] if what else []
+def _refusal(what: str | None, way_out: str = OTHER_BACKEND) -> Refusal | None:
+    return None if what is None else Refusal(what, way_out)

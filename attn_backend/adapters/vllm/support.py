@@ -25,7 +25,7 @@ from attn_backend.releases import own_release
 from attn_backend.settings import Settings
 
 from . import compat
-from .rules import OTHER_BACKEND, OTHER_CACHE, unsupported_model
+from .rules import ONE_RANK, OTHER_BACKEND, OTHER_CACHE, unsupported_model
 
 logger = init_logger("vllm.attn_backend")  # a child of vLLM's own logger: it logs to the same place
 
@@ -33,7 +33,7 @@ _WAYS_OUT = {  # ways out for vLLM's own reasons; the default is OTHER_BACKEND
     "dtype not supported": "pass --dtype bfloat16",
     "kv_cache_dtype not supported": OTHER_CACHE,
     "block_size not supported": "pass --block-size 16",
-    "DCP not supported": "pass --decode-context-parallel-size 1",
+    "DCP not supported": ONE_RANK,
 }
 CASCADE_SWITCH = "ATTN_BACKEND_CASCADE"
 CPU_SWITCH = "ATTN_BACKEND_VLLM_CPU"
@@ -84,18 +84,20 @@ def unsupported_context_parallelism(vllm_config: VllmConfig, size: int) -> str |
     if size == 1:
         return None
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    advice = "pass --decode-context-parallel-size 1"
     if current_platform.is_cpu():
-        return f"decode context parallelism on a CPU, where vLLM cannot merge what its ranks find ({advice})"
+        return (
+            f"decode context parallelism on a CPU, where vLLM cannot merge what its ranks find ({ONE_RANK})"
+        )
     if size & (size - 1):
-        return f"decode context parallelism of {size} ranks: vLLM merges powers of two ({advice}, or 2, 4, 8)"
+        powers = f"{ONE_RANK}, or 2, 4, 8"
+        return f"decode context parallelism of {size} ranks: vLLM merges powers of two ({powers})"
     if compat.batch_invariant():
-        return f"VLLM_BATCH_INVARIANT with decode context parallelism ({advice})"
+        return f"VLLM_BATCH_INVARIANT with decode context parallelism ({ONE_RANK})"
     if (
         not getattr(model, "use_mla", False)
         and parallel.tensor_parallel_size // model.get_total_num_kv_heads() % size
     ):
-        return f"{size} ranks that share KV among them but not one KV head ({advice})"
+        return f"{size} ranks that share KV among them but not one KV head ({ONE_RANK})"
     return None
 
 
@@ -104,10 +106,7 @@ def unsupported_sparse_feature(vllm_config: VllmConfig) -> str | None:
     if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
         return "latents in host memory (HiSparse)"
     if getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) > 1:
-        return (
-            "decode context parallelism of sparse attention over latents (pass "
-            "--decode-context-parallel-size 1)"
-        )
+        return f"decode context parallelism of sparse attention over latents ({ONE_RANK})"
     return None
 
 

@@ -83,7 +83,7 @@ def model_config(**changes: object) -> SimpleNamespace:
 
 def plans_of(backend: SGLangAttentionBackend) -> Mapping[Any, Any]:
     """The plans of an SGLangAttentionBackend, by what their layers have in common."""
-    return backend._plans
+    return backend._planners
 
 
 class FakeEngine:
