@@ -18,17 +18,13 @@ from .machine import cache_folder
 PREFIX = "ATTN_BACKEND_"
 
 
-def _false_if_empty(value: object) -> object:
-    return "0" if value == "" else value
-
-
-def _none_if_empty(value: object) -> object:
-    return None if value == "" else value
+def _if_empty(instead: object) -> BeforeValidator:
+    return BeforeValidator(lambda value: instead if value == "" else value)
 
 
 _DEQUANTIZED_MIB, _MAX_DEQUANTIZED_MIB = 128, 1 << 20
 
-Switch = Annotated[bool, BeforeValidator(_false_if_empty)]
+Switch = Annotated[bool, _if_empty("0")]
 
 
 class Settings(BaseModel):
@@ -36,24 +32,22 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    arch: Annotated[Literal["sm_90a", "sm_80"] | None, BeforeValidator(_none_if_empty)] = Field(
+    arch: Annotated[Literal["sm_90a", "sm_80"] | None, _if_empty(None)] = Field(
         None,
         description="kernel build that a GPU uses: sm_90a or sm_80 (default: the build made for it); sm_80 "
         "tests the generic build on Hopper",
     )
-    cache: Annotated[Path | None, BeforeValidator(_none_if_empty)] = Field(
+    cache: Annotated[Path | None, _if_empty(None)] = Field(
         None,
         description="folder of compiled kernels, and of the demo's model and data set (default attn_backend/ "
         "in XDG_CACHE_HOME or ~/.cache)",
     )
     cascade: Switch = Field(True, description="look for shared prefixes in an engine's batches")
-    cpu_isa: Annotated[
-        Literal["baseline", "avx2", "avx512", "amx"] | None, BeforeValidator(_none_if_empty)
-    ] = Field(
+    cpu_isa: Annotated[Literal["baseline", "avx2", "avx512", "amx"] | None, _if_empty(None)] = Field(
         None,
         description="highest CPU instruction set to use: baseline, avx2, avx512 or amx (default: all)",
     )
-    cuda_compiler: Annotated[Literal["nvcc", "nvrtc"] | None, BeforeValidator(_none_if_empty)] = Field(
+    cuda_compiler: Annotated[Literal["nvcc", "nvrtc"] | None, _if_empty(None)] = Field(
         None, description="compiler of a variant's kernels: nvcc or nvrtc (default: nvcc if it is installed)"
     )
     debug: Switch = Field(
@@ -61,16 +55,14 @@ class Settings(BaseModel):
         description="report metadata errors that only the device can detect, and refuse a second thread; "
         "synchronizes",
     )
-    dequantized_mib: Annotated[
-        int, BeforeValidator(lambda value: _DEQUANTIZED_MIB if value == "" else value)
-    ] = Field(
+    dequantized_mib: Annotated[int, _if_empty(_DEQUANTIZED_MIB)] = Field(
         _DEQUANTIZED_MIB,
         ge=0,
         le=_MAX_DEQUANTIZED_MIB,
         description="MiB of each workspace on Hopper for a 16-bit copy of what prompts read from an 8-bit or "
         "4-bit cache; a prompt that finds no room there is slower",
     )
-    dump: Annotated[Path | None, BeforeValidator(_none_if_empty)] = Field(
+    dump: Annotated[Path | None, _if_empty(None)] = Field(
         None,
         description="write the metadata of batches that were refused or clamped to this folder, for "
         "`attn-backend plan`; synchronizes",

@@ -74,13 +74,13 @@ def short_repr(made: Any, **more: object) -> str:
         if (value := getattr(made, field.name)) is not field.default
     }
     devices = sorted({str(value.device) for value in values.values() if isinstance(value, Tensor)})
-    shown = {name: _brief(value) for name, value in values.items()} | (
+    shown = {name: brief(value) for name, value in values.items()} | (
         {"device": ", ".join(devices)} if devices else {}
     )
     return f"{type(made).__name__}({', '.join(f'{name}={text}' for name, text in (shown | more).items())})"
 
 
-def _brief(value: object) -> str:
+def brief(value: object) -> str:
     return f"{dtype_name(value.dtype)}{list(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 

@@ -144,7 +144,8 @@ class Checkpoint:
         """Numbers of the layers with attention."""
         of_all = range(self.num_layers)
         if kinds := self._kinds():
-            return [index for index, kind in enumerate(kinds[: self.num_layers]) if _attends(kind)]
+            attend = [not any(state in kind for state in _STATES) for kind in kinds[: self.num_layers]]
+            return [index for index, attends in enumerate(attend) if attends]
         if pattern := self.get("hybrid_override_pattern"):  # Nemotron-H: "M-M*-"
             return [index for index, kind in enumerate(pattern) if kind == "*"]
         linear = self.get("linear_attn_config") or {}
@@ -207,11 +208,6 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
     """The first of these fields that is a number; 0 if there is none."""
     return next((config[name] for name in names if isinstance(config.get(name), int)), 0)
-
-
-def _attends(kind: str) -> bool:
-    """Whether a layer of this kind has attention. A "hybrid" layer of Zamba 2 has both."""
-    return not any(state in kind for state in _STATES)
 
 
 SERVED, REFUSED, PARTLY = "served", "refused", "partly"

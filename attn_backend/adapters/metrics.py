@@ -24,6 +24,7 @@ import torch
 from attn_backend.jit import cubins
 from attn_backend.jit.progress import LOGGER, warned
 from attn_backend.kernels.attention import Attention
+from attn_backend.kernels.native import is_captured
 from attn_backend.kernels.schedule import COUNTS, TILE_ROWS, counted
 from attn_backend.releases import own_release
 from attn_backend.settings import Settings
@@ -130,7 +131,7 @@ class CountsFile:
 
 def export_counts(logger: logging.Logger) -> None:
     """Called at each step. Does nothing unless ATTN_BACKEND_METRICS=1."""
-    if not counted or (counted[0].sums.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not counted or is_captured(counted[0].sums.device):
         return
     file = _counts_file(logger)
     if file is None or not file.is_usable:

@@ -58,10 +58,6 @@ def _all(model: Checkpoint) -> tuple[Layer, ...]:
     return model.layers
 
 
-def _none(model: Checkpoint) -> tuple[Layer, ...]:
-    return ()
-
-
 def _all_with(field: str) -> Callable[[Checkpoint], tuple[Layer, ...]]:
     """All layers of checkpoints that set this field."""
     return lambda model: model.layers if model.get(field) else ()
@@ -129,7 +125,7 @@ OWN_KERNELS = (
     OwnKernels(
         "HY V4 with sinks",
         Choice(_HY, ("models/hy_v4/nvidia/attention.py:523",), _all_with("learnable_sink")),
-        Choice(_HY, (), _none, shown="refused: sinks over selected tokens"),
+        Choice(_HY, (), lambda model: (), shown="refused: sinks over selected tokens"),
     ),
     OwnKernels(
         "openPangu with sinks",

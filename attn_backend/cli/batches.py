@@ -159,10 +159,13 @@ def read_batch(arguments: argparse.Namespace) -> Batch:
     Raises:
         ValueError, OSError: an error, with the name of the option or field.
     """
-    if arguments.page_size is not None and arguments.page_size < 1:
-        refuse("--page-size", arguments.page_size, "at least 1 token")
-    if arguments.batch is not None and arguments.batch < 1:
-        refuse("--batch", arguments.batch, "at least 1 request")
+    require(
+        arguments.page_size is None or arguments.page_size >= 1,
+        "--page-size",
+        arguments.page_size,
+        "at least 1 token",
+    )
+    require(arguments.batch is None or arguments.batch >= 1, "--batch", arguments.batch, "at least 1 request")
     if arguments.file is None or arguments.file.suffix != ".jsonl":
         for option, value in (("--batch", arguments.batch), ("--at", arguments.at)):
             if value is not None:
@@ -225,8 +228,12 @@ def _from_dump(dump: DumpFile, title: str, page_size: int | None) -> Batch:
         len(dump.qo_indptr),
         f"len(kv_lens) + 1 = {len(kv_lens) + 1}",
     )
-    if table is not None and len(table) != len(kv_lens):
-        refuse("block_table", table, f"a list of len(kv_lens) = {len(kv_lens)} lists of page ids")
+    require(
+        table is None or len(table) == len(kv_lens),
+        "block_table",
+        table,
+        f"a list of len(kv_lens) = {len(kv_lens)} lists of page ids",
+    )
     lens = [max(kv_len, 0) for kv_len in kv_lens]
     longest = max(map(len, table)) if table is not None else max(_pages(kv_len, page_size) for kv_len in lens)
     require(
@@ -298,18 +305,20 @@ def _trace_requests(file: TextIO, path: Path) -> Iterator[TraceRequest]:
         values = _validated(TraceLine, _parse(line, where), where)
         num_blocks = -(-values.input_length // TRACE_BLOCK)
         num_ids += num_blocks
-        if num_ids > MAX_HASH_IDS:
-            refuse(
-                f"{where}: input_length",
-                values.input_length,
-                f"smaller: a trace may have {MAX_HASH_IDS} blocks of {TRACE_BLOCK} tokens together",
-            )
+        require(
+            num_ids <= MAX_HASH_IDS,
+            f"{where}: input_length",
+            values.input_length,
+            f"smaller: a trace may have {MAX_HASH_IDS} blocks of {TRACE_BLOCK} tokens together",
+        )
         runs = [(entry, 1) if isinstance(entry, int) else (entry[0], entry[1]) for entry in values.hash_ids]
         expanded = sum(count for _, count in runs)
-        if expanded != num_blocks:
-            refuse(
-                f"{where}: len(hash_ids)", expanded, f"input_length / {TRACE_BLOCK}, rounded up: {num_blocks}"
-            )
+        require(
+            expanded == num_blocks,
+            f"{where}: len(hash_ids)",
+            expanded,
+            f"input_length / {TRACE_BLOCK}, rounded up: {num_blocks}",
+        )
         hash_ids = [id for first, count in runs for id in range(first, first + count)]
         yield TraceRequest(values.timestamp / 1e3, values.input_length, values.output_length, hash_ids)
 

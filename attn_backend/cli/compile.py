@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..jit import build, cubins, manifest
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
             _compile_variants(arguments)
             return 0
         if "cpu" in (arguments.arch or []):
-            _check_cpu(arguments)
+            _check_heads(arguments, arguments.head_dim or [], "", on_cpu=True)
             print(
                 "The host library has all standard CPU kernels: nothing to compile. --arch cpu only compiles "
                 "a --variant."
@@ -185,22 +185,42 @@ def _check_combinations(arguments: argparse.Namespace) -> None:
             f"--out is given, must not come with {for_some}: these kernels are kept in the cache",
         ),
     )
+    _refuse_broken(rules)
+
+
+def _refuse_broken(rules: Iterable[tuple[object, str]]) -> None:
     for is_broken, message in rules:
         if is_broken:
             raise ValueError(message)
 
 
-def _check_cpu(arguments: argparse.Namespace) -> None:
-    """Refuses options that no standard CPU kernel supports.
+def _check_heads(
+    arguments: argparse.Namespace, head_dims: Iterable[HeadDims], dtype: str, *, on_cpu: bool
+) -> None:
+    """Refuses heads that no kernel supports over this cache. dtype: of Q; empty: any.
 
     Raises:
-        ValueError: such an option.
+        ValueError: such heads.
     """
-    for head_dim in arguments.head_dim or []:
-        if not head_dim.runs_on_cpu:
-            raise ValueError(f"--head-dim is {head_dim}, must be {CPU_HEAD_DIMS_TEXT} on a CPU")
-        if arguments.kv_dtype == "uint8" and not head_dim.runs_over("latent"):
-            raise ValueError(f"--kv-dtype is {arguments.kv_dtype}, must be {LATENT_HEAD_DIMS_TEXT}")
+    kv_element = manifest.kv_element_of(arguments.kv_dtype, dtype, arguments.token_scales)
+    text = f"{CPU_HEAD_DIMS_TEXT} on a CPU" if on_cpu else CUDA_HEAD_DIMS_TEXT
+    for head_dim in head_dims:
+        is_supported = head_dim.runs_on_cpu if on_cpu else head_dim.runs_on_cuda
+        is_over_cache = (on_cpu and kv_element != "latent") or head_dim.runs_over(kv_element)
+        float8_q = arguments.float8_q and not on_cpu
+        rules = (
+            (not is_supported, f"--head-dim is {head_dim}, must be {text}"),
+            (
+                arguments.token_scales and not is_over_cache,
+                f"--head-dim is {head_dim}, must be {TOKEN_SCALES_TEXT}",
+            ),
+            (not is_over_cache, f"--kv-dtype is {arguments.kv_dtype}, must be {LATENT_HEAD_DIMS_TEXT}"),
+            (
+                float8_q and not head_dim.runs_over(kv_element, float8_q=True),
+                f"--float8-q is given, must not be: q_dtype must be {FLOAT8_Q_TEXT}",
+            ),
+        )
+        _refuse_broken(rules)
 
 
 def _are_shipped() -> bool:
@@ -220,12 +240,26 @@ def _compile_variants(arguments: argparse.Namespace) -> None:
         f"cpu, sm_90a, sm_80 (8.6 and 8.9, too), sm_100, sm_120, ... (one for each major version), or "
         f"{cubins.PTX_OF_SM80}",
     )
-    isa = library().current_isa()
+    isa, on_gpu = library().current_isa(), {*archs} != {"cpu"}
+    if arguments.kernel and not on_gpu:
+        raise ValueError(f"--kernel is {arguments.kernel}, must be left out: a CPU has no choice of kernels")
+    head_dims = arguments.head_dim or [HeadDims.of(128)]
     for place in arguments.variant:
         variant = _imported(place)
         variant = variant.across_levels() if arguments.levels else variant
         for dtype in arguments.dtype or ["bfloat16"]:
-            for head_dim in arguments.head_dim or [HeadDims.of(128)]:
+            is_16_bits, names = dtype in manifest.ELEMENT_NAMES, " or ".join(manifest.ELEMENT_NAMES)
+            rules = (
+                (on_gpu and not is_16_bits, f"--dtype is {dtype}, must be {names} on a GPU"),
+                (
+                    arguments.kv_dtype in manifest.ELEMENT_NAMES and not is_16_bits,
+                    f"--kv-dtype is {arguments.kv_dtype}, must be {dtype} or of 8 bits",
+                ),
+            )
+            _refuse_broken(rules)
+            for on_cpu in {arch == "cpu" for arch in archs}:
+                _check_heads(arguments, head_dims, dtype, on_cpu=on_cpu)
+            for head_dim in head_dims:
                 variant.check_head_dim(*head_dim)
                 of_cache = (
                     arguments.kv_dtype,
@@ -246,15 +280,7 @@ def _compile_head_dims(arguments: argparse.Namespace) -> None:
         manifest.SHIPPED_FLOAT8_HEAD_DIMS if arguments.kv_dtype else manifest.SHIPPED_FLOAT8_OUT_HEAD_DIMS
     )
     kv_element = manifest.kv_element_of(arguments.kv_dtype, "", arguments.token_scales)
-    for head_dim in head_dims:
-        if not head_dim.runs_on_cuda:
-            raise ValueError(f"--head-dim is {head_dim}, must be {CUDA_HEAD_DIMS_TEXT}")
-        if arguments.token_scales and not head_dim.runs_over(kv_element):
-            raise ValueError(f"--head-dim is {head_dim}, must be {TOKEN_SCALES_TEXT}")
-        if kv_element is not None and not head_dim.runs_over(kv_element):
-            raise ValueError(f"--kv-dtype is {arguments.kv_dtype}, must be {LATENT_HEAD_DIMS_TEXT}")
-        if arguments.float8_q and not head_dim.runs_over(kv_element, float8_q=True):
-            raise ValueError(f"--float8-q is given, must not be: q_dtype must be {FLOAT8_Q_TEXT}")
+    _check_heads(arguments, head_dims, "", on_cpu=False)
     elements = [
         manifest.ELEMENT_NAMES[dtype]
         for dtype in arguments.dtype or manifest.ELEMENT_NAMES

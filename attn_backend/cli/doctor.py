@@ -128,7 +128,11 @@ def _driver_version() -> str:
 def _kernels() -> list[Finding]:
     compiler = cubins.nvcc()
     try:
-        on_compiler = _compiler(compiler)
+        on_compiler = _optional(
+            "nvcc",
+            compiler and f"{compiler} ({cubins.nvcc_version(compiler)})",
+            "not found; only needed to compile kernels that the package lacks",
+        )
     except RuntimeError as error:
         on_compiler, compiler = Finding("!!", "nvcc", str(error)), None
     try:
@@ -233,11 +237,6 @@ def _count(files: list[Path], fault: Callable[[Path], str]) -> tuple[int, list[s
 
 def _first(faults: list[str]) -> str:
     return faults[0] + (f", and {len(faults) - 1} more that are not used" if len(faults) > 1 else "")
-
-
-def _compiler(path: str | None) -> Finding:
-    found = None if path is None else f"{path} ({cubins.nvcc_version(path)})"
-    return _optional("nvcc", found, "not found; only needed to compile kernels that the package lacks")
 
 
 def _cache() -> tuple[Finding, Path]:

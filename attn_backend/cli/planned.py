@@ -15,7 +15,7 @@ from ..jit.manifest import CUDA_HEAD_DIMS_TEXT, HeadDims
 from ..kernels.attention import Attention
 from ..kernels.schedule import TILE_ROWS, PrefixNode, Schedule
 from ..settings import refusal
-from ..validation import refuse, require
+from ..validation import require
 from .batches import Batch, PlanOptions
 
 
@@ -176,8 +176,12 @@ def read_options(arguments: argparse.Namespace, batch: Batch) -> PlanOptions:
         f"at most {_MOST_HEAD_ROWS // options.num_qo_heads} with {options.num_qo_heads} query heads",
     )
     dims = HeadDims(options.head_dim, options.head_dim_v or options.head_dim)
-    if options.costs != "cpu" and not dims.runs_on_cuda:
-        refuse("head_dim", options.head_dim, f"{CUDA_HEAD_DIMS_TEXT} with the costs of a GPU")
+    require(
+        options.costs == "cpu" or dims.runs_on_cuda,
+        "head_dim",
+        options.head_dim,
+        f"{CUDA_HEAD_DIMS_TEXT} with the costs of a GPU",
+    )
     return options
 
 

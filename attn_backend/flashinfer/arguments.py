@@ -38,21 +38,10 @@ def dtype_of(name: str, value: DType) -> torch.dtype:
     return found
 
 
-class ElementTypes(NamedTuple):
-    """The types of a plan. dtype: of all of Q, K, V and the output that have at least 16 bits. kv_dtype: of K
-    and V if it differs, else None.
-    """
-
-    dtype: torch.dtype
-    kv_dtype: torch.dtype | None = None
-    float8_q: bool = False  # Q also has kv_dtype
-    float8_out: bool = False  # the output is float8_e4m3fn
-
-
 def element_types(
     q_data_type: DType, kv_data_type: DType | None = None, o_data_type: DType | None = None
-) -> ElementTypes:
-    """The element types of a plan.
+) -> tuple[torch.dtype, torch.dtype | None, bool, bool]:
+    """dtype, kv_dtype, float8_q and float8_out of Heads.
 
     Raises:
         NotImplementedError: an unsupported type, or an unsupported combination of types.
@@ -71,9 +60,7 @@ def element_types(
     if o_type != q_type and not float8_q and not float8_out:
         not_supported(f"o_data_type = {o_type} with q_data_type = {q_type}")
     dtype = q_type if not float8_q else torch.bfloat16 if float8_out else o_type
-    return ElementTypes(
-        dtype, kv_type if is_mixed or kv_type in SCALED_DTYPES else None, float8_q, float8_out
-    )
+    return dtype, kv_type if is_mixed or kv_type in SCALED_DTYPES else None, float8_q, float8_out
 
 
 def check_kv_layout(kv_layout: object) -> str:
@@ -98,12 +85,8 @@ def pos_encoding(
 ) -> PosEncoding:
     if mode == "NONE":
         return NO_POS_ENCODING
-    require(
-        mode in _POS_ENCODING_MODES,
-        "pos_encoding_mode",
-        mode,
-        f"one of {', '.join(map(repr, _POS_ENCODING_MODES))}",
-    )
+    if mode not in _POS_ENCODING_MODES:
+        refuse("pos_encoding_mode", mode, f"one of {', '.join(map(repr, _POS_ENCODING_MODES))}")
     if mode == "ROPE_LLAMA":
         return PosEncoding(
             rope=(
@@ -328,10 +311,10 @@ class Heads:
     num_qo_heads: int
     num_kv_heads: int
     head_dims: HeadDims
-    dtype: torch.dtype  # this and the following: ElementTypes
-    kv_dtype: torch.dtype | None = None
-    float8_q: bool = False
-    float8_out: bool = False
+    dtype: torch.dtype  # of all of Q, K, V and the output that have at least 16 bits
+    kv_dtype: torch.dtype | None = None  # of K and V, if it differs
+    float8_q: bool = False  # Q also has kv_dtype
+    float8_out: bool = False  # the output is float8_e4m3fn
 
     @property
     def q_dtype(self) -> torch.dtype:
@@ -368,18 +351,11 @@ def heads_of(
         ValueError: a wrong argument.
         NotImplementedError: there are no kernels for these heads.
     """
-    dims, types = (
-        check_head_dims(head_dim_qk, head_dim_vo, device),
-        element_types(q_data_type, kv_data_type, o_data_type),
-    )
-    if (
-        types.kv_dtype is not None
-        and types.float8_q
-        and device.type == "cuda"
-        and not dims.runs_over(KV_DTYPE_NAMES[types.kv_dtype], types.float8_q)
-    ):
-        not_supported(f"q_data_type = {types.kv_dtype} with head_dim = {dims} on CUDA")
-    return Heads(num_qo_heads, num_kv_heads, dims, *types)
+    dims = check_head_dims(head_dim_qk, head_dim_vo, device)
+    heads = Heads(num_qo_heads, num_kv_heads, dims, *element_types(q_data_type, kv_data_type, o_data_type))
+    if heads.float8_q and device.type == "cuda" and not dims.runs_over(KV_DTYPE_NAMES[heads.q_dtype], True):
+        not_supported(f"q_data_type = {heads.q_dtype} with head_dim = {dims} on CUDA")
+    return heads
 
 
 def check_head_dims(head_dim_qk: int, head_dim_vo: int | None, device: torch.device) -> HeadDims:

@@ -118,8 +118,12 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
                 "paged_kv_last_page_len_buf_arr": paged_kv_last_page_len_buf_arr,
             }
             for name, array in arrays.items():
-                if array is None or len(array) != num_levels:
-                    refuse(name, array, f"a list of {num_levels} tensors if use_cuda_graph")
+                require(
+                    array is not None and len(array) == num_levels,
+                    name,
+                    array,
+                    f"a list of {num_levels} tensors if use_cuda_graph",
+                )
             self._buffers = list(zip(*(array for array in arrays.values() if array is not None), strict=True))
 
     def plan(

@@ -19,6 +19,8 @@ from .wrapper import CompositeWrapper
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
 
+_Result = Tensor | tuple[Tensor, Tensor]
+
 
 class PODWithPagedKVCacheWrapper(CompositeWrapper):
     """The prefill of one request over its own K and V, and decodes over a paged cache.
@@ -119,7 +121,7 @@ class PODWithPagedKVCacheWrapper(CompositeWrapper):
         use_fp16_qk_reduction: bool = False,
         enable_pdl: bool | None = None,
         *args: Any,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[_Result, _Result]:
         """Runs the prefill (arguments ..._p, as in single_prefill_with_kv_cache) and the decodes (..._d).
 
         As in FlashInfer, the plan's layout, positions, window and scale apply to the decodes, and no lse is
@@ -232,7 +234,7 @@ class BatchPODWithPagedKVCacheWrapper(CompositeWrapper):
         return_lse: bool = False,
         use_fp16_qk_reduction: bool = False,
         enable_pdl: bool | None = None,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[_Result, _Result]:
         """Runs the prefills and the decodes. causal_p and the masks apply to the prefills.
 
         A run with a mask, or with a new causal_p, plans the prefills again.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention import Attention
+from ..kernels.native import is_captured
 from ..metadata import BSRView, Composition
 from ..validation import check_handle, explain_failure, refuse
 from ..variants import Variant, builtin
@@ -241,7 +242,7 @@ class PlannedAttention:
                 else ("qo_indptr[-1]", rows, before.max_rows)
             )
             refuse(what, value, f"at most {room}, that of the first plan: CUDA graphs may hold its workspace")
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_captured(self.device):
             raise RuntimeError(
                 "a plan or a run inside a CUDA graph needs a new workspace; must be planned, and run once, "
                 "before the capture"

@@ -414,6 +414,7 @@ def compile_library(
         return content, said
 
 
+@cache
 def headers_digest(csrc: Path) -> str:
     """The digest of all .h files below a folder."""
     digest = hashlib.sha256()

@@ -277,11 +277,6 @@ class Design:
         )
 
 
-def _has_room_for_transforms(dims: HeadDims, transforms: bool) -> bool:
-    """False for transforms on Hopper's kernels for wide heads, which do not support them."""
-    return not (transforms and dims.is_wide)
-
-
 # Keys are the values of Attention(kernel=...). By default, a GPU uses the first design that it can run and
 # that supports the heads. The last one supports all heads on CUDA. sm90_gather: for caches that TMA cannot
 # describe.
@@ -290,7 +285,7 @@ DESIGNS = {
         "sm90",
         (SM90,),
         {"attention": "sm90", "attention_rows": "sm90_gather"},
-        _has_room_for_transforms,
+        lambda dims, transforms: not (transforms and dims.is_wide),  # its kernels for wide heads have no room
         multiplies_float8=True,
         reads_dequantized=True,
     ),
@@ -454,11 +449,7 @@ class ShippedVariant:
 
 
 SHIPPED_VARIANTS = (ShippedVariant("alibi", _ALIBI),)
-_BY_SOURCE = {variant.source: variant for variant in SHIPPED_VARIANTS}
-
-
-def shipped_variant(source: str) -> ShippedVariant | None:
-    return _BY_SOURCE.get(source)
+_SHIPPED_BY_SOURCE = {variant.source: variant for variant in SHIPPED_VARIANTS}
 
 
 def variant_text(variant: VariantSource) -> str:
@@ -480,7 +471,7 @@ def variant_kernels(
     outputs are included as well. sinks: whether runs may be given sinks. If a shipped variant has the same
     source, its kernels are used, under its name.
     """
-    variant = shipped_variant(variant.source) or variant
+    variant = _SHIPPED_BY_SOURCE.get(variant.source, variant)
     text = variant_text(variant)
     variant_type = f"WithSinks<attn::{USER_VARIANT}>" if sinks else USER_VARIANT
     name = f"{variant.name}_sinks" if sinks else variant.name
@@ -766,20 +757,6 @@ def _attention_kernels() -> Iterator[Kernel]:
         yield Kernel(merge_name(element), ARCHS, merge_source(element, STANDARD_VARIANTS["standard"]))
 
 
-def _sampling_kernels() -> list[Kernel]:
-    logits = {"f32": "Float32Element", "f16": "Float16Element", "bf16": "BFloat16Element"}
-    return [
-        *(
-            Kernel(sampling_name(name), ARCHS, _SAMPLING_LOGITS.substitute(element=element))
-            for name, element in logits.items()
-        ),
-        *(
-            Kernel(sampling_name(name), ARCHS, f'#include "sampling/device/{name}.cu"\n')
-            for name in ("probs", "speculative")
-        ),
-    ]
-
-
 def append_qkv_kernel(element: str, kv_element: str | None = None, rotation: bool = False) -> Kernel:
     """The kernel of append_qkv_name(). Not built ahead of time: two 16-bit types, and rotation or its lack
     where SHIPPED_ROTATED has the other.
@@ -815,5 +792,12 @@ _ALL = (
         Kernel(merge_states_name(name), ARCHS, _MERGE_STATES.substitute(element=element))
         for name, element in STATE_ELEMENTS.items()
     ),
-    *_sampling_kernels(),
+    *(
+        Kernel(sampling_name(name), ARCHS, _SAMPLING_LOGITS.substitute(element=f"{element}Element"))
+        for name, element in (("f32", "Float32"), ("f16", "Float16"), ("bf16", "BFloat16"))
+    ),
+    *(
+        Kernel(sampling_name(name), ARCHS, f'#include "sampling/device/{name}.cu"\n')
+        for name in ("probs", "speculative")
+    ),
 )

@@ -73,6 +73,7 @@ from .native import (
     arch_on,
     by_name,
     in_order,
+    is_captured,
     kernel_file,
     kv_element_of,
     library,
@@ -288,8 +289,12 @@ def check_heads(
 def check_kv_dtype(
     kv_dtype: CacheDtype | None, dtype: torch.dtype, dims: HeadDims, token_scales: bool = False
 ) -> CacheDtype:
-    if kv_dtype in (torch.int8, *FOUR_BIT_COLUMNS) and not token_scales:
-        refuse("token_scales", token_scales, f"True with kv_dtype={kv_dtype!r}")
+    require(
+        token_scales or kv_dtype not in (torch.int8, *FOUR_BIT_COLUMNS),
+        "token_scales",
+        token_scales,
+        f"True with kv_dtype={kv_dtype!r}",
+    )
     if token_scales and kv_dtype not in TOKEN_SCALED_DTYPES:
         *others, last = map(repr, TOKEN_SCALED_DTYPES)
         refuse("kv_dtype", kv_dtype, f"{', '.join(others)} or {last} with token_scales=True")
@@ -351,8 +356,7 @@ def check_token_scales(
 ) -> None:
     """Refuses what kernels do not support over caches with a scale for each token and head."""
     require(q_dtype == dtype, "q_dtype", q_dtype, f"None or dtype = {dtype} with token_scales=True")
-    if design is not None and dims.is_wide:
-        refuse("head_dim", dims.qk, TOKEN_SCALES_TEXT)
+    require(design is None or not dims.is_wide, "head_dim", dims.qk, TOKEN_SCALES_TEXT)
     step = FOUR_BIT_COLUMNS.get(kv_dtype, 1)
     for name, columns in {"head_dim": dims.qk, "head_dim_v": dims.v}.items():
         require(columns % step == 0, name, columns, f"a multiple of {step} with kv_dtype={kv_dtype!r}")
@@ -391,11 +395,10 @@ def check_room(
 def check_modes(
     cascade: bool | str, batch_invariant: bool, max_batch: int, max_levels: int, device: torch.device
 ) -> None:
-    if not isinstance(cascade, bool) and not (isinstance(cascade, str) and cascade == "always"):
-        refuse("cascade", cascade, "True, False or 'always'")
+    is_mode = isinstance(cascade, bool) or (isinstance(cascade, str) and cascade == "always")
+    require(is_mode, "cascade", cascade, "True, False or 'always'")
     check_types(bool, "True or False", batch_invariant=batch_invariant)
-    if batch_invariant and max_levels != 1:
-        refuse("max_levels", max_levels, "1 with batch_invariant=True")
+    require(max_levels == 1 or not batch_invariant, "max_levels", max_levels, "1 with batch_invariant=True")
     if batch_invariant and device.type == "cuda" and max_batch > MAX_CUDA_INVARIANT_BATCH:
         refuse(
             "max_batch", max_batch, f"at most {MAX_CUDA_INVARIANT_BATCH} on CUDA with batch_invariant=True"
@@ -826,7 +829,7 @@ class Attention:
         }
         if not larger:
             return self
-        if self._is_captured():
+        if is_captured(self.device):
             raise RuntimeError(
                 f"{', '.join(larger)} must have grown before the CUDA graph is captured: a workspace cannot "
                 f"be allocated in it"
@@ -1272,7 +1275,7 @@ class Attention:
         Raises:
             ValueError: the last plan or one of its runs found metadata that had to be clamped.
         """
-        if self._is_captured():
+        if is_captured(self.device):
             return
         if errors := self.schedule().errors:
             fault = describe_errors(errors)
@@ -1280,9 +1283,6 @@ class Attention:
                 self._dumped_errors = errors
                 self._dump(f"clamped: {fault}", self._levels)
             raise ValueError(fault)
-
-    def _is_captured(self) -> bool:
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _note_refusal(
         self, error: Exception, levels: Sequence[BSRView], num_pages: int | None = None
@@ -1299,7 +1299,7 @@ class Attention:
         path = None
         try:
             folder = Settings.read().dump
-            if folder is None or len(levels) != 1 or levels[0].rows is not None or self._is_captured():
+            if folder is None or len(levels) != 1 or levels[0].rows is not None or is_captured(self.device):
                 return
             number = next(_dumps)
             if number > MAX_DUMPS:

@@ -254,27 +254,13 @@ def _parts_of(view: BSRView, num_rows: int) -> Iterator[RequestRows]:
 
 def _slots_of(table: PageTable, request: int) -> Tensor:
     """int64 [tokens]: page * page_size + offset in the page, for each token of a request."""
-    if table.indptr is not None:
-        begin, end = (int(table.indptr[i]) for i in (request, request + 1))
-        if table.indices is None:
-            return torch.arange(begin, end)
-        pages = table.indices[begin:end]
-        if table.last_page_len is None:
-            assert table.kv_lens is not None
-            kv_len = int(table.kv_lens[request])
-            pages = pages[: -(-kv_len // table.page_size)]
-        else:
-            kv_len = (
-                (end - begin - 1) * table.page_size + int(table.last_page_len[request]) if end > begin else 0
-            )
+    kv_len, page_size = int(table.lengths()[request]), table.page_size
+    begin = 0 if table.indptr is None else int(table.indptr[request])
+    if table.indices is None:
+        return torch.arange(begin, begin + kv_len)
+    if table.rows is not None:
+        pages = table.indices[int(table.rows[request]), :kv_len:page_size] // page_size
     else:
-        assert table.indices is not None
-        assert table.kv_lens is not None
-        kv_len = int(table.kv_lens[request])
-        row = table.indices[request if table.rows is None else int(table.rows[request])]
-        pages = (
-            row[: kv_len : table.page_size] // table.page_size
-            if table.rows is not None
-            else row[: -(-kv_len // table.page_size)]
-        )
-    return (pages.long()[:, None] * table.page_size + torch.arange(table.page_size)).flatten()[:kv_len]
+        row = table.indices[request] if table.indptr is None else table.indices[begin:]
+        pages = row[: -(-kv_len // page_size)]
+    return (pages.long()[:, None] * page_size + torch.arange(page_size)).flatten()[:kv_len]

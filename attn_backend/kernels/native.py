@@ -195,6 +195,11 @@ def arch_on(device: torch.device) -> str:
     return arch_of(torch.cuda.get_device_capability(device))
 
 
+def is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def kernel_file(name: str, device: torch.device) -> str:
     """Path of the cubin of a kernel in the manifest; "" on a CPU, which has none.
 

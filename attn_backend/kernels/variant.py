@@ -151,8 +151,12 @@ class AttentionVariant:
         num_heads: tuple[int, int] = (0, 0),
     ) -> None:
         require(kv_dtype != torch.uint8, "variant", variant, "None with kv_dtype = torch.uint8")
-        if sinks and not variant.uses_softmax:
-            refuse("sinks", sinks, f"False under variant {variant.name}, which does not use softmax")
+        require(
+            variant.uses_softmax or not sinks,
+            "sinks",
+            sinks,
+            f"False under variant {variant.name}, which does not use softmax",
+        )
         dims = HeadDims.of(head_dim)
         variant.check_head_dim(*dims)
         # variants.params.SIZES: each plan sets "batch", each run sets "rows". Only checked if the variant has

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..stored_formats import BLOCK_COLUMNS, FORMATS, FourBitDtype, StoredFormat
 from ..validation import (
+    brief,
     check_int,
     check_plain,
     check_same_device,
@@ -66,11 +67,7 @@ class BlockScales(NamedTuple):
 
     def __repr__(self) -> str:
         """Without reading an element, as short_repr()."""
-        blocks = self.blocks
-        shown = (
-            f"{dtype_name(blocks.dtype)}{list(blocks.shape)}" if isinstance(blocks, Tensor) else repr(blocks)
-        )
-        return f"BlockScales(blocks={shown}, factor={self.factor})"
+        return f"BlockScales(blocks={brief(self.blocks)}, factor={self.factor})"
 
 
 Scale = Tensor | float | None
@@ -119,8 +116,7 @@ class KVCache:
         head_dim].
         """
         _check_dimensions("kv", kv, 5, "[pages, 2, page_size, num_kv_heads, head_dim]")
-        if kv.shape[1] != 2:
-            refuse("kv", kv, "a tensor [pages, 2, ...]: K and V along the second dimension")
+        require(kv.shape[1] == 2, "kv", kv, "a tensor [pages, 2, ...]: K and V along the second dimension")
         k, v = _view("kv", kv, lambda: kv.unbind(1))
         return cls(_token_major("kv", k, layout), _token_major("kv", v, layout), k_scale, v_scale)
 
@@ -151,8 +147,7 @@ class KVCache:
         head_dim].
         """
         _check_dimensions("kv", kv, 4, "[pages, num_kv_heads, page_size, 2 * head_dim]")
-        if kv.shape[3] % 2 != 0:
-            refuse("kv", kv, "a tensor with an even last dimension: 2 * head_dim")
+        require(kv.shape[3] % 2 == 0, "kv", kv, "a tensor with an even last dimension: 2 * head_dim")
         k, v = _view("kv", kv, lambda: kv.unflatten(3, (2, kv.shape[3] // 2)).unbind(3))
         return cls(_token_major("kv", k, layout), _token_major("kv", v, layout), k_scale, v_scale)
 
@@ -206,8 +201,7 @@ class KVCache:
                 )
             check_int("head_dim_v", head_dim_v, SCALED_LATENT_DIMS[1], SCALED_LATENT_DIMS[1])
         check_int("head_dim_v", head_dim_v, 1, max(latent.shape[2], 1))
-        if _is_of_tokens(scale):
-            refuse("scale", scale, "one for all: latents have no scale for each token")
+        require(not _is_of_tokens(scale), "scale", scale, "one for all: latents have no scale for each token")
         return cls(k, k[..., :head_dim_v], scale, scale)
 
     @classmethod
@@ -417,7 +411,8 @@ class KVCache:
         )
         blocks, view = scale.blocks, self.v if name == "v_scale" else self.k
         shape = [*view.shape[:3], view.shape[3] * 2 // BLOCK_COLUMNS]
-        dtypes = _BLOCK_DTYPES if name == "k_scale" else (self._blocks_of_k().dtype,)
+        of_k = cast("BlockScales", self.k_scale).blocks.dtype
+        dtypes = _BLOCK_DTYPES if name == "k_scale" else (of_k,)
         is_right = isinstance(blocks, Tensor) and blocks.dtype in dtypes and list(blocks.shape) == shape
         if not is_right or (blocks.shape[3] > 1 and blocks.stride(3) != 1):
             refuse(
@@ -432,10 +427,6 @@ class KVCache:
         if scale.factor != 1 and not TOKEN_SCALED_FORMATS[_FOUR_BITS_BY_SCALES[blocks.dtype]].has_factor:
             refuse(f"{name}.factor", scale.factor, "1: scales that are powers of 2 have none")
         return BlockScales(_with_plain_strides(blocks), float(scale.factor))
-
-    def _blocks_of_k(self) -> Tensor:
-        assert isinstance(self.k_scale, BlockScales)
-        return self.k_scale.blocks
 
 
 def named_tensors(kv: KVCache) -> Iterator[tuple[str, Tensor]]:

@@ -145,19 +145,24 @@ class PageTable:
         indices = (self.indices.unsqueeze(-1) * parts + places).flatten(-2)
         if self.indptr is None:
             return replace(self, page_size=page_size, indices=indices)
-        kv_lens = self.kv_lens
-        if kv_lens is None:
-            assert self.last_page_len is not None
-            pages = self.indptr[1:] - self.indptr[:-1]
-            kv_lens = torch.where(pages > 0, (pages - 1) * self.page_size + self.last_page_len, 0)
         return replace(
             self,
             page_size=page_size,
             indices=indices,
             indptr=self.indptr * parts,
             last_page_len=None,
-            kv_lens=kv_lens,
+            kv_lens=self.lengths(),
         )
+
+    def lengths(self) -> Tensor:
+        """Tokens of each request: [batch]."""
+        if self.indptr is None or self.kv_lens is not None:
+            assert self.kv_lens is not None
+            return self.kv_lens
+        pages = self.indptr[1:] - self.indptr[:-1]
+        if self.last_page_len is None:  # ragged: pages of one token
+            return pages
+        return torch.where(pages > 0, (pages - 1) * self.page_size + self.last_page_len, 0)
 
     @property
     def form(self) -> str:

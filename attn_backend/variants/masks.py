@@ -202,8 +202,7 @@ def _variant(
 ) -> Variant:
     check_types(bool, "True or False", packed=packed)
     packed = packed and mask is None
-    if packed_mask is not None and not packed:
-        refuse("packed_mask", packed_mask, "None with mask, or with packed=False")
+    require(packed or packed_mask is None, "packed_mask", packed_mask, "None with mask, or with packed=False")
     values = (
         Param("packed_mask", torch.uint8, 1, packed_mask) if packed else Param("mask", torch.bool, 1, mask)
     )

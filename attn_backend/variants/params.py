@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from torch import Tensor
 
 from ..settings import refusal
-from ..validation import MAX_INT32, check_plain, describe, dtype_name, refuse
+from ..validation import MAX_INT32, check_plain, describe, dtype_name, refuse, require
 from .expressions import Kind
 
 MAX_BYTES = 256  # VariantParams::kBytes (csrc/attention/variant/variants.h)
@@ -105,26 +105,20 @@ class Param(BaseModel):
             refuse(
                 "name", name, "an identifier of C++ and Python: letters, digits and _, the first not a digit"
             )
-        if not any(dtype is known for known in (*_CPP_SCALARS, *_CPP_ELEMENTS)):
-            raise ValueError(
-                f"dtype of {name!r} is {describe(dtype)}, must be float or int for a number, or one of "
-                f"{', '.join(map(dtype_name, _CPP_ELEMENTS))}"
-            )
-        if isinstance(dtype, type) and ndim is not None:
-            raise ValueError(f"ndim of {name!r} is {describe(ndim)}, must be None for a number")
+        require(
+            any(dtype is known for known in (*_CPP_SCALARS, *_CPP_ELEMENTS)),
+            f"dtype of {name!r}",
+            dtype,
+            f"float or int for a number, or one of {', '.join(map(dtype_name, _CPP_ELEMENTS))}",
+        )
+        require(ndim is None or not isinstance(dtype, type), f"ndim of {name!r}", ndim, "None for a number")
         if shape is not None:
-            if not isinstance(shape, tuple) or any(size is not None and size not in SIZES for size in shape):
-                raise ValueError(
-                    f"shape of {name!r} is {describe(shape)}, must be a tuple of None and "
-                    f"{', '.join(map(repr, SIZES))}"
-                )
-            if isinstance(dtype, type) or ndim not in (None, len(shape)):
-                must_be = (
-                    "None for a number"
-                    if isinstance(dtype, type)
-                    else f"of ndim = {describe(ndim)} dimensions"
-                )
-                raise ValueError(f"shape of {name!r} is {describe(shape)}, must be {must_be}")
+            is_known = isinstance(shape, tuple) and all(size is None or size in SIZES for size in shape)
+            sizes = ", ".join(map(repr, SIZES))
+            require(is_known, f"shape of {name!r}", shape, f"a tuple of None and {sizes}")
+            require(not isinstance(dtype, type), f"shape of {name!r}", shape, "None for a number")
+            is_right = ndim in (None, len(shape))
+            require(is_right, f"shape of {name!r}", shape, f"of ndim = {describe(ndim)} dimensions")
             ndim = len(shape)
         return {**fields, "ndim": 1 if ndim is None and not isinstance(dtype, type) else ndim}
 
@@ -194,8 +188,7 @@ def params_from(tensors: Mapping[str, Any] | Sequence[Param], argument: str) -> 
     else:
         params = list(tensors)
         for i, param in enumerate(params):
-            if not isinstance(param, Param):
-                raise ValueError(f"{argument}[{i}] is {describe(param)}, must be a Param")
+            require(isinstance(param, Param), f"{argument}[{i}]", param, "a Param")
     names = [param.name for param in params]
     for name in names:
         if names.count(name) > 1:

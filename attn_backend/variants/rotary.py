@@ -149,8 +149,7 @@ def rope_in_cache(
 
 def _check_above_0(**numbers: Any) -> None:
     for name, number in numbers.items():
-        if not (isinstance(number, float | int) and 0 < number < math.inf):
-            refuse(name, number, "a number above 0")
+        require(isinstance(number, float | int) and 0 < number < math.inf, name, number, "a number above 0")
 
 
 def _rope(
@@ -173,8 +172,12 @@ def _rope(
         refuse("frequencies", frequencies, "a float tensor of 1 dimension, such as rope_frequencies() makes")
     check_types(bool, "True or False", interleaved=interleaved)
     pairs = len(frequencies)
-    if not interleaved and pairs % 8:
-        refuse("len(frequencies)", pairs, "a multiple of 8 where pairs are not interleaved")
+    require(
+        interleaved or pairs % 8 == 0,
+        "len(frequencies)",
+        pairs,
+        "a multiple of 8 where pairs are not interleaved",
+    )
     radians = frequencies.detach().double().cpu()
     largest = float(radians.abs().max())
     # turns_of() (csrc/attention/variant/variant_math.h); also refuses NaN

@@ -671,17 +671,16 @@ def _add_operators() -> None:
         )
         return lambda self, *_: self.tracer.refuse(f"{_TO_PYTHON} ({name}()); {advice}")
 
-    for name in BINARY:
-        setattr(_Operators, f"__{name}__", forward(name))
-        setattr(_Operators, f"__r{name}__", backward(name))
-    for name in IN_PLACE:
-        setattr(_Operators, name, in_place(name))
-    for name in COMPARISONS:
-        setattr(_Operators, f"__{name}__", forward(name))
-    for name in ("neg", "pos", "invert", "abs"):
-        setattr(_Operators, f"__{name}__", alone(name))
-    for name in ("int", "float", "index", "len", "iter", "complex", "round", "contains", "array"):
-        setattr(_Operators, f"__{name}__", to_python(name))
+    conversions = ("int", "float", "index", "len", "iter", "complex", "round", "contains", "array")
+    operators = {
+        **{f"__{name}__": forward(name) for name in (*BINARY, *COMPARISONS)},
+        **{f"__r{name}__": backward(name) for name in BINARY},
+        **{name: in_place(name) for name in IN_PLACE},
+        **{f"__{name}__": alone(name) for name in ("neg", "pos", "invert", "abs")},
+        **{f"__{name}__": to_python(name) for name in conversions},
+    }
+    for name, operator in operators.items():
+        setattr(_Operators, name, operator)
 
 
 _add_operators()

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..validation import check_int, check_types, describe, refuse
+from ..validation import check_int, check_types, describe, refuse, require
 from .cpp import HOOKS, TRANSFORMS, Body, PairLayout, body_from, has_bias_slope, hook, pairs_of, source_of
 from .expressions import SCORE, bias_slope, constant, is_interval, mask_visibility
 from .params import MAX_BYTES, Layout, Param, check_value, params_from
@@ -341,8 +341,7 @@ class Variant:
         Raises:
             ValueError: there is no such function.
         """
-        if not isinstance(name, str) or name not in BUILTINS:
-            refuse("name", name, f"one of {', '.join(BUILTINS)}")
+        require(isinstance(name, str) and name in BUILTINS, "name", name, f"one of {', '.join(BUILTINS)}")
         return BUILTINS[name](*args, **kwargs)
 
     @classmethod
@@ -356,8 +355,7 @@ class Variant:
         if not variants:
             raise ValueError("variants is empty, must be at least one Variant")
         for i, variant in enumerate(variants):
-            if not isinstance(variant, Variant):
-                raise ValueError(f"variants[{i}] is {describe(variant)}, must be a Variant")
+            require(isinstance(variant, Variant), f"variants[{i}]", variant, "a Variant")
         for variant, later in zip(variants, [variants[i + 1 :] for i in range(len(variants))], strict=True):
             after = [other.name for other in later if other.has_logits or not other.uses_softmax]
             if not variant.uses_softmax and after:
@@ -430,21 +428,15 @@ class Variant:
             pairs = pairs_of(hook_name, self._bodies)
             what = f"{hook_name}() of variant {self.name} takes"
             if pairs.distance is None:
-                if columns % 16:
-                    raise ValueError(
-                        f"{name} is {columns}, must be a multiple of 16: {what} columns i and i + {name} / 2 "
-                        f"together"
-                    )
+                must_be = f"a multiple of 16: {what} columns i and i + {name} / 2 together"
+                require(columns % 16 == 0, name, columns, must_be)
             elif pairs.columns is not None:
-                if columns < pairs.columns:
-                    raise ValueError(
-                        f"{name} is {columns}, must be at least {pairs.columns}: {what} so many columns"
-                    )
-            elif columns % (2 * pairs.distance):
-                raise ValueError(
-                    f"{name} is {columns}, must be a multiple of {2 * pairs.distance}: {what} columns i and "
-                    f"i + {pairs.distance} together"
-                )
+                must_be = f"at least {pairs.columns}: {what} so many columns"
+                require(columns >= pairs.columns, name, columns, must_be)
+            else:
+                step = 2 * pairs.distance
+                must_be = f"a multiple of {step}: {what} columns i and i + {pairs.distance} together"
+                require(columns % step == 0, name, columns, must_be)
 
     def reference(self) -> ReferenceFunctions | None:
         """The variant in torch; None if it has C++ without a Python equivalent."""
@@ -493,8 +485,9 @@ def _window_mask(window_left: int) -> Variant:
 def _checked_pairs(distance: int | None, columns: int | None) -> PairLayout:
     if distance is not None:
         distance = check_int("pair_distance", distance, 1)
-        if distance != 1 and distance % 8:
-            refuse("pair_distance", distance, "1 or a multiple of 8, or None")
+        require(
+            distance == 1 or distance % 8 == 0, "pair_distance", distance, "1 or a multiple of 8, or None"
+        )
     if columns is not None:
         columns = check_int("pair_columns", columns, 2)
         if distance is None or columns % (2 * distance):

@@ -550,7 +550,7 @@ def test_a_built_in_is_compiled_ahead_by_the_command_that_the_message_names(
         ),
         (
             ["--variant", "variant_sources:ALIBI", "--arch", "sm_90a", "--dtype", "float32"],
-            "dtype is float32 and head_dim 128, must be bfloat16, float16 with",
+            "--dtype is float32, must be bfloat16 or float16 on a GPU",
         ),
         (
             ["--variant", "variant_sources:ALIBI", "--arch", "sm_80", "--kernel", "hopper"],

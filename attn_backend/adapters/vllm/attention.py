@@ -123,8 +123,8 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         # an encoder reads this step's K and V, which are in no cache
         self.cache_dtype = None if is_encoder else BYTE_CACHES.get(kv_cache_dtype)
         self.has_token_scales = self.cache_dtype is not None and kv_cache_dtype in TOKEN_SCALED_CACHES
-        # a causal step has no tokens to the right
-        sees_right = window >= 0 and (not is_decoder or compat.may_see_both_sides())
+        # A causal step has no tokens to the right. Drafts of DFLASH may have other steps, as in FLASH_ATTN.
+        sees_right = window >= 0 and (not is_decoder or compat.setting("attention_config.use_non_causal"))
         self.spec = LayerSpec(
             num_heads,
             self.num_kv_heads,

@@ -156,11 +156,6 @@ def computes_attention(layer: Any) -> bool:
     return forward not in (None, nn.Module.forward) and len(signature(forward).parameters) > 1
 
 
-def draft_backend_of_user(vllm_config: VllmConfig) -> str | None:
-    """The backend's name in --speculative-config, or None if vLLM chooses it."""
-    return setting("speculative_config.attention_backend.name", vllm_config)
-
-
 def dcp_group(kv_cache_spec: Any) -> Any:
     """The ranks that share the KV of a layer's cache (--decode-context-parallel-size); None: each rank has
     all of it.
@@ -257,22 +252,6 @@ def fuses_output_scales() -> bool:
 def has_one_fixed_scale(quant_key: Any) -> bool:
     """Whether vLLM's quantization is float8_e4m3fn with one scale for the tensor, known beforehand."""
     return bool(quant_key == kFp8StaticTensorSym and quant_key.dtype == torch.float8_e4m3fn)
-
-
-def may_see_both_sides() -> bool:
-    """Whether the decoder may have non-causal steps (drafts of DFLASH), while vLLM makes its layers.
-
-    Its windows then reach left and right, as in FLASH_ATTN.
-    """
-    return bool(setting("attention_config.use_non_causal"))
-
-
-def uses_mla() -> bool:
-    """Whether the model has multi-head latent attention, while vLLM makes its layers.
-
-    False without a model: vLLM asks for backends then, too.
-    """
-    return bool(setting("model_config.use_mla"))
 
 
 def chosen_names(config: Any) -> list[AttentionBackendEnum]:
@@ -399,11 +378,6 @@ def own_backend(name: str) -> type:
     return getattr(import_module(module), class_name)
 
 
-def uses_sparse_mla() -> bool:
-    """Whether that model also has an indexer that selects tokens: then vLLM asks for a sparse backend."""
-    return hasattr(setting("model_config.hf_config"), "index_topk")
-
-
 def with_whole_rows_between_blocks(kv_cache_spec: Any) -> Any:
     """A layer's spec whose blocks start at whole rows, so that the row of each token has a number.
 
@@ -412,11 +386,6 @@ def with_whole_rows_between_blocks(kv_cache_spec: Any) -> Any:
     if not hasattr(kv_cache_spec, "block_stride_alignment"):
         return kv_cache_spec
     return replace(kv_cache_spec, block_stride_alignment=kv_cache_spec.state_content_size_bytes)
-
-
-def has_chosen_mla_prefill(vllm_config: VllmConfig) -> bool:
-    """Whether the user has asked for one of vLLM's prefill backends of MLA."""
-    return getattr(vllm_config.attention_config, "mla_prefill_backend", None) is not None
 
 
 def context_chunks(prefill_metadata: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:

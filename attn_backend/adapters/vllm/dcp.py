@@ -22,6 +22,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
 from attn_backend.kernels.attention import Attention
+from attn_backend.kernels.native import is_captured
 from attn_backend.kernels.states import merge_state
 from attn_backend.metadata.kv_cache import KVCache
 
@@ -101,11 +102,6 @@ class ContextParallel:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         new_tokens.run(q, step, out=out, lse=lse, **options)
         merge_state(out, lse, of_context, context_lse.contiguous(), out=out, out_lse=lse)
-
-
-def is_captured(device: torch.device) -> bool:
-    """Whether what follows becomes part of a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def has_context(common_attn_metadata: CommonAttentionMetadata) -> bool:

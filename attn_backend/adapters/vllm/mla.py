@@ -237,7 +237,7 @@ def prefill_backend(
     builders replace what vLLM made for the layer.
     """
     if not isinstance(of_layer, MlaPrefill):
-        if compat.has_chosen_mla_prefill(vllm_config):
+        if compat.setting("attention_config.mla_prefill_backend", vllm_config) is not None:
             return of_layer
         of_layer = MlaPrefill(
             num_heads=of_layer.num_heads,

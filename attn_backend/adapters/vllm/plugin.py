@@ -75,9 +75,9 @@ def __getattr__(name: str) -> type:
             return backend.CpuDiffKvBackend
         # ours if the user has chosen it, else vLLM's own
         return backend.DiffKvBackend if compat.is_chosen() else compat.own_backend(name)
-    if not compat.uses_mla():
+    if not compat.setting("model_config.use_mla"):  # nor without a model: vLLM asks for backends then, too
         return backend.AttnBackend
-    if compat.uses_sparse_mla():
+    if hasattr(compat.setting("model_config.hf_config"), "index_topk"):  # the model has an indexer
         from .sparse_mla import SparseMlaBackend  # only now: it imports the engine's layers
 
         return SparseMlaBackend

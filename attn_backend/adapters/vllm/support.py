@@ -231,7 +231,7 @@ def check_layers(vllm_config: Any) -> None:
         return
     if Settings.read().metrics and (hidden_by := compat.hidden_metrics(vllm_config)) is not None:
         logger.warning("attn_backend's counters are not in /metrics with %s.", hidden_by)
-    of_drafts = compat.draft_backend_of_user(vllm_config)
+    of_drafts = compat.setting("speculative_config.attention_backend.name", vllm_config)
     num_ours, others = 0, dict[str, list[str]]()
     for layer_name, layer in compat.attention_layers(vllm_config).items():
         backend = layer.get_attn_backend()
