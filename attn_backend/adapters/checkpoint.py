@@ -97,7 +97,7 @@ class Checkpoint:
         if not names:
             raise NotAConfiguration("the configuration has no architectures: it must be a checkpoint's")
         self.architecture = str(names[0])
-        self.num_layers = _number(self.text, _LAYERS)
+        self.num_layers = _number(self.text, _LAYERS) or len(self._kinds())
         self.latents = self._latents()
         self.layers = tuple(self._layer(index) for index in self._indices())
 

@@ -55,6 +55,7 @@ GRID: dict[str, tuple[configs.Config, tuple[str, str], tuple[str, str]]] = {
     "Falcon-H1": (configs.FALCON_H1, (SERVED, ""), (SERVED, "")),
     "Granite 4": (configs.GRANITE_4, (SERVED, ""), (SERVED, "")),
     "Nemotron-H": (configs.NEMOTRON_H, (SERVED, ""), (SERVED, "")),
+    "Nemotron-H, listed": (configs.NEMOTRON_H_LISTED, (SERVED, ""), (SERVED, "")),
     "LFM2": (configs.LFM_2, (SERVED, ""), (SERVED, "")),
     "Rnj-1": (configs.RNJ_1, (REFUSED, "chunk_lookback = 1"), (SERVED, "")),
     "BERT": (configs.BERT, (SERVED, ""), (REFUSED, "bidirectional prompts in chunks")),

@@ -120,6 +120,13 @@ PANGU = plain("PanguProMoEV2ForCausalLM", "pangu_pro_moe_v2", v_head_dim=96, par
 FALCON_H1 = plain("FalconH1ForCausalLM", "falcon_h1", mamba_d_state=256)
 GRANITE_4 = plain("GraniteMoeHybridForCausalLM", "granitemoehybrid", layer_types=["mamba", "attention"] * 4)
 NEMOTRON_H = plain("NemotronHForCausalLM", "nemotron_h", hybrid_override_pattern="M-M*M-M*")
+# as transformers 5 writes it, without the number of layers
+NEMOTRON_H_LISTED = plain(
+    "NemotronHForCausalLM",
+    "nemotron_h",
+    num_hidden_layers=None,
+    layers_block_type=["linear_attention", "full_attention", "mlp", "full_attention"],
+)
 LFM_2 = plain("Lfm2ForCausalLM", "lfm2", 64, layer_types=["conv", "full_attention"] * 4)
 RNJ_1 = plain("Rnj1ForCausalLM", "rnj1", layer_types=["chunked_attention", "full_attention"] * 4)
 BERT: Config = {
