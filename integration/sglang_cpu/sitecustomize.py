@@ -7,13 +7,15 @@ LoRA is imported, torch is made to leave memory as it is. The server's arguments
 its worker has a path without kernels: just after the check is imported, it is made to read another device.
 FP4 pools are torch tensors: their check is made to see a GPU, and their dtype to need none. SGLang gives
 DFLASH's draft model bfloat16: just after it is imported, it is made to take embeddings in its own type.
-`sgl_kernel`, in this folder, replaces SGLang's compiled kernels.
+Hybrids use Triton for convolutions, gated norms and shared experts: just after those modules are imported,
+they are made to use torch. `sgl_kernel`, in this folder, replaces SGLang's compiled kernels.
 """
 
 import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
@@ -161,6 +163,38 @@ def _take_embeddings(dflash: Any) -> None:
     dflash.DFlashDraftModel.forward = in_its_type
 
 
+def _declare_layers_with_states() -> None:
+    import torch
+
+    if torch.version.cuda is None:
+        import_module("sgl_kernel.mamba")
+
+
+def _convolve_in_torch(causal_conv1d: Any) -> None:
+    import torch
+
+    if torch.version.cuda is None:
+        mamba = import_module("sgl_kernel.mamba")
+        causal_conv1d.causal_conv1d_fn = mamba.causal_conv1d_fn_cpu
+        causal_conv1d.causal_conv1d_update = mamba.causal_conv1d_update_cpu
+
+
+def _normalize_in_torch(norms: Any) -> None:
+    import torch
+
+    norms._use_cpu = torch.version.cuda is None  # otherwise only with AMX
+
+
+def _add_shared_experts_in_torch(elementwise: Any) -> None:
+    import torch
+
+    def add(hidden: Any, gate: Any, shared: Any, out: Any) -> None:
+        out += (hidden @ gate).sigmoid()[:, None] * shared
+
+    if torch.version.cuda is None:
+        elementwise.fused_gate_sigmoid_mul_add = add
+
+
 sys.meta_path[:0] = [
     _Before("torchvision", _declare_operators),
     _Before("sglang.srt.lora.backend.torch_backend", _leave_memory_unpinned),
@@ -170,3 +204,8 @@ sys.meta_path.insert(0, _After("sglang.srt.arg_groups.speculative_hook", _allow_
 sys.meta_path.insert(0, _After("sglang.srt.arg_groups.kv_cache_hook", _allow_fp4))
 sys.meta_path.insert(0, _After("sglang.srt.utils.common", _know_fp4))
 sys.meta_path.insert(0, _After("sglang.srt.models.dflash", _take_embeddings))
+sys.meta_path.insert(0, _Before("sglang.srt.models.registry", _declare_layers_with_states))
+sys.meta_path.insert(0, _After("sglang.srt.layers.attention.mamba.causal_conv1d", _convolve_in_torch))
+sys.meta_path.insert(0, _After("sglang.kernels.ops.attention.fla.layernorm_gated", _normalize_in_torch))
+sys.meta_path.insert(0, _After("sglang.kernels.ops.attention.fla.fused_norm_gate", _normalize_in_torch))
+sys.meta_path.insert(0, _After("sglang.kernels.ops.elementwise.elementwise", _add_shared_experts_in_torch))

@@ -22,7 +22,6 @@ compared only with transformers: within 0.1.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 from collections.abc import Iterator
@@ -35,7 +34,7 @@ from integration.command_line import one_of
 from integration.environment import REPOSITORY
 from integration.tiny_models.compare import models_folder, run
 from integration.tiny_models.families import FAMILIES
-from integration.tiny_models.questions import Answer, read_answers
+from integration.tiny_models.questions import LARGEST_TIE, apart, distance, read_answers
 from integration.tiny_models.runner import answers_file, failure_file, log_file
 
 BACKENDS = ("ours", "stock")
@@ -43,39 +42,6 @@ POLL_S = 0.5
 RUNNERS = {"vllm": "vllm_runner", "sglang": "sglang_engine_runner"}
 MOST_TIMES_STOCK = 1.5
 LARGEST_ALONE = 0.1
-LARGEST_TIE = 0.1  # difference of log-probabilities of two equally probable tokens
-
-
-def distance(ours: list[Answer], other: list[Answer]) -> float | None:
-    """For answers to the same questions, up to the first different token: the root mean square of differences
-    of log-probabilities, or of elements of embeddings, or of scores. None: all differ at once.
-
-    Raises:
-        ValueError: answers to other questions.
-    """
-    squares: list[float] = []
-    for a, b in zip(ours, other, strict=True):
-        prompts = (
-            zip(a.prompt_logprobs, b.prompt_logprobs, strict=True)
-            if a.prompt_logprobs and b.prompt_logprobs
-            else ()
-        )
-        squares += [(x - y) ** 2 for x, y in [*prompts, *zip(a.values, b.values, strict=True)]]
-        same = _same_tokens(a, b)
-        squares += [(x - y) ** 2 for x, y in zip(a.logprobs[:same], b.logprobs[:same], strict=True)]
-    return math.sqrt(sum(squares) / len(squares)) if squares else None
-
-
-def apart(one: Answer, other: Answer) -> float:
-    """The difference of log-probabilities of the first different tokens; 0 if there are none."""
-    same = _same_tokens(one, other)
-    return 0.0 if same == len(one.tokens) else abs(one.logprobs[same] - other.logprobs[same])
-
-
-def _same_tokens(one: Answer, other: Answer) -> int:
-    return next(
-        (i for i, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=True)) if a != b), len(one.tokens)
-    )
 
 
 def families_of(engine: str, asked: list[str] | None) -> list[str]:

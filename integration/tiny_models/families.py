@@ -7,11 +7,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import transformers
 
 from attn_backend.adapters.own_kernels import ENGINE_NAMES
+from integration.tiny_models import hybrids
 from integration.tiny_models.tokenizer import BOS, EOS, IMAGE_TOKENS, NEWLINES, PAD, VOCAB
 
 WINDOW = 24
@@ -75,6 +77,8 @@ class Family:
         pools_mean: whether an embedding is the mean of a prompt's states, not its first token's.
         engines: options of the engines that have such models, as passed to LLM() or ServerArgs().
         images: of a family of kind "image".
+        only_gpu: engines of `engines` that have no kernels for it on a CPU.
+        refused: engines that have such models, in which our backend refuses them.
     """
 
     name: str
@@ -84,8 +88,15 @@ class Family:
     kind: str = "generate"
     stock: tuple[str, ...] = ()
     pools_mean: bool = False
-    engines: dict[str, dict[str, Any]] = field(default_factory=lambda: {"vllm": {}, "sglang": {}})
+    engines: dict[str, dict[str, Any]] = field(
+        default_factory=lambda: {"vllm": {}, "sglang": {"disable_radix_cache": True}}
+    )
     images: Images | None = None
+    only_gpu: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+
+    def runs_on_cpu(self, engine: str) -> bool:
+        return engine in self.engines and engine not in self.only_gpu
 
 
 def _gemma2() -> tuple[Any, Any]:
@@ -438,6 +449,11 @@ ENGINES_OF_ENCODERS: dict[str, dict[str, Any]] = {
     "vllm": {},
     "sglang": WHOLE_PROMPTS | {"is_embedding": True},
 }
+GDN_ASKS = "linear attention (GDN), head size 256"
+ENGINES_OF_GDN: dict[str, dict[str, Any]] = {
+    "vllm": hybrids.ALIGN | {"dtype": "bfloat16"},  # vLLM's GDN on a CPU takes no other type
+    "sglang": hybrids.NO_RADIX_CACHE,
+}
 FAMILIES = {
     family.name: family
     for family in (
@@ -545,16 +561,81 @@ FAMILIES = {
             "items",
             engines={"sglang": {"enable_mis": True}},
         ),
+        Family(
+            "qwen3_next",
+            GDN_ASKS,
+            "Qwen3-Next",
+            partial(hybrids.qwen3_next, COMMON),
+            stock=("vllm",),
+            engines=ENGINES_OF_GDN,
+        ),
+        Family(
+            "qwen3_5",
+            GDN_ASKS,
+            "Qwen3.5",
+            partial(hybrids.qwen3_5, COMMON),
+            stock=("vllm",),
+            engines=ENGINES_OF_GDN,
+        ),
+        *(
+            Family(
+                name,
+                "Mamba-2 layers",
+                models,
+                partial(make, COMMON),
+                engines={"vllm": hybrids.ALIGN, "sglang": {}},
+                only_gpu=("sglang",),  # SGLang imports its Mamba kernels only there
+            )
+            for name, models, make in (
+                ("falcon_h1", "Falcon-H1", hybrids.falcon_h1),
+                ("granite4", "Granite 4", hybrids.granite4),
+                ("nemotron_h", "Nemotron-H", hybrids.nemotron_h),
+            )
+        ),
+        Family(
+            "lfm2",
+            "short convolutions",
+            "LFM2",
+            partial(hybrids.lfm2, COMMON),
+            # On a CPU, the convolutions of vLLM 0.32 depend on the other requests of a batch.
+            stock=("vllm",),
+            engines={"vllm": {"enable_prefix_caching": False}, "sglang": hybrids.NO_RADIX_CACHE},
+        ),
+        Family(
+            "kimi_linear",
+            "linear attention (KDA), MLA without RoPE",
+            "Kimi Linear",
+            partial(hybrids.kimi_linear, COMMON),
+            engines={"vllm": hybrids.ALIGN},
+            only_gpu=("vllm",),  # KDA is a Triton kernel
+            refused=("sglang",),
+        ),
+        Family(
+            "muse_glimmer",
+            "sliding window, layers without RoPE",
+            "Muse Glimmer",
+            partial(hybrids.muse_glimmer, COMMON),
+        ),
     )
 }
 
 
 def matrix() -> str:
-    """The served families, as a Markdown table (docs/engines.md)."""
+    """The served families, as a Markdown table (docs/engines.md). Neighbors with the same demands and answers
+    share a row.
+    """
     lines = ["| models | attention | vLLM | SGLang |", "|---|---|---|---|"]
+    rows: dict[tuple[str, ...], list[str]] = {}
     for family in FAMILIES.values():
-        cells = [
-            "yes" if engine in family.engines else f"not in {name}" for engine, name in ENGINE_NAMES.items()
-        ]
-        lines.append(f"| {family.models} | {family.asks} | {' | '.join(cells)} |")
+        cells = [_cell(family, engine) for engine in ENGINE_NAMES]
+        rows.setdefault((family.asks, *cells), []).append(family.models)
+    lines += [f"| {', '.join(models)} | {' | '.join(cells)} |" for cells, models in rows.items()]
     return "\n".join(lines)
+
+
+def _cell(family: Family, engine: str) -> str:
+    if engine in family.only_gpu:
+        return "not tested"
+    if engine in family.refused:
+        return "refused"
+    return "yes" if engine in family.engines else f"not in {ENGINE_NAMES[engine]}"

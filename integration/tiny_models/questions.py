@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from integration.tiny_models.tokenizer import BOS, FIRST_WORD, VOCAB
 NEW_TOKENS = 10
 LABELS = [20, 21, 22]  # tokens that are scored after an item
 SAMPLING_RATE = 16000
+LARGEST_TIE = 0.1  # difference of log-probabilities of two equally probable tokens
 
 
 @dataclass(frozen=True)
@@ -128,3 +130,35 @@ def largest_difference(one: list[Answer], other: list[Answer]) -> float:
         ]
         largest = max(largest, *(abs(x - y) for x, y in pairs))
     return largest
+
+
+def distance(ours: list[Answer], other: list[Answer]) -> float | None:
+    """For answers to the same questions, up to the first different token: the root mean square of differences
+    of log-probabilities, or of elements of embeddings, or of scores. None: all differ at once.
+
+    Raises:
+        ValueError: answers to other questions.
+    """
+    squares: list[float] = []
+    for a, b in zip(ours, other, strict=True):
+        prompts = (
+            zip(a.prompt_logprobs, b.prompt_logprobs, strict=True)
+            if a.prompt_logprobs and b.prompt_logprobs
+            else ()
+        )
+        squares += [(x - y) ** 2 for x, y in [*prompts, *zip(a.values, b.values, strict=True)]]
+        same = _same_tokens(a, b)
+        squares += [(x - y) ** 2 for x, y in zip(a.logprobs[:same], b.logprobs[:same], strict=True)]
+    return math.sqrt(sum(squares) / len(squares)) if squares else None
+
+
+def apart(one: Answer, other: Answer) -> float:
+    """The difference of log-probabilities of the first different tokens; 0 if there are none."""
+    same = _same_tokens(one, other)
+    return 0.0 if same == len(one.tokens) else abs(one.logprobs[same] - other.logprobs[same])
+
+
+def _same_tokens(one: Answer, other: Answer) -> int:
+    return next(
+        (i for i, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=True)) if a != b), len(one.tokens)
+    )

@@ -20,6 +20,7 @@ os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "ATTN_BACKEND_SAMPLER": "0",
+    "SGLANG_MAMBA_CONV_DTYPE": "float32",
 }
 sys.path.append(str(SHIMS))
 
@@ -40,8 +41,18 @@ from integration.tiny_models.runner import run_families
 from integration.tiny_models.tokenizer import BOS, IMAGE_TOKENS, VOCAB
 
 load_plugins()
-# it expects one intermediate size (Gemma 3n has one a layer)
-model_runner.adjust_config_with_unaligned_cpu_tp = lambda config, *_: config
+_adjust_config = model_runner.adjust_config_with_unaligned_cpu_tp
+
+
+def _adjust_linear_attention(config: Any, *more: Any) -> Any:
+    """SGLang's function takes hidden_size / heads for the head size, and expects one intermediate size (Gemma
+    3n has one a layer). Models with GDN need its numbers.
+    """
+    has_gdn = hasattr(config.hf_text_config, "linear_num_value_heads")
+    return _adjust_config(config, *more) if has_gdn else config
+
+
+model_runner.adjust_config_with_unaligned_cpu_tp = _adjust_linear_attention
 one_batch.get_tokenizer = lambda *arguments, **options: None
 
 _get_rope = llama4.get_rope
@@ -131,8 +142,9 @@ def start(folder: Path, options: dict[str, Any]) -> Any:
     one_batch.publish(arguments, role="scheduler", ranks=ranks)
     one_batch._init_process_global_configs()
     runner = one_batch.load_model(arguments, PortArgs.init_new(arguments), 0, 0)[0].torch_runner
-    if type(runner.attn_backend).__module__.startswith("attn_backend.") != (OURS == "ours"):
-        raise AssertionError(f"{type(runner.attn_backend)}, must be the {OURS} backend")
+    attention = getattr(runner.attn_backend, "full_attn_backend", runner.attn_backend)
+    if type(attention).__module__.startswith("attn_backend.") != (OURS == "ours"):
+        raise AssertionError(f"{type(attention)}, must be the {OURS} backend")
     return runner
 
 
@@ -220,6 +232,6 @@ if __name__ == "__main__":
     run_families(
         __doc__,
         f"sglang-{OURS}",
-        [name for name, family in FAMILIES.items() if "sglang" in family.engines],
+        [name for name, family in FAMILIES.items() if family.runs_on_cpu("sglang")],
         answer_all,
     )

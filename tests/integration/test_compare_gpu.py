@@ -22,9 +22,17 @@ from safetensors.torch import load_file, save_file
 
 from integration.processes import own_modules
 from integration.tiny_models import compare_gpu, reference, sglang_engine_runner
-from integration.tiny_models.compare_gpu import apart, compare, distance, families_of, served
+from integration.tiny_models.compare_gpu import compare, families_of, served
 from integration.tiny_models.families import FAMILIES
-from integration.tiny_models.questions import LABELS, Answer, Question, questions, read_answers
+from integration.tiny_models.questions import (
+    LABELS,
+    Answer,
+    Question,
+    apart,
+    distance,
+    questions,
+    read_answers,
+)
 from integration.tiny_models.tokenizer import BOS, VOCAB, text_of, write_tokenizer
 
 REFERENCE = Answer([1, 2, 3], [-1.0, -2.0, -3.0], [-4.0])

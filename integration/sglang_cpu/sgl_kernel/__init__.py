@@ -1,5 +1,5 @@
 """Replaces SGLang's compiled kernels on a machine without a GPU: SGLang imports them everywhere, and calls
-only those for speculative decoding there.
+only those for speculative decoding (speculative.py) and for layers with states (mamba.py) there.
 """
 
 from collections.abc import Callable
