@@ -15,7 +15,6 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 
@@ -45,6 +44,10 @@ def record_attention(attention: Attention, has_cascade: bool, seconds: float) ->
         _made.setdefault(what, set()).add(value)
 
 
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
 def _on_or_off(value: bool) -> str:
     return "on" if value else "off"
 
@@ -53,8 +56,7 @@ def log_start(logger: logging.Logger) -> None:
     """Called when the Attentions are made. The first rank logs one line for each process: of the Attentions
     that exist by then.
     """
-    is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    if not _made or not is_first or log_start.__name__ in warned:
+    if not _made or _rank() != 0 or log_start.__name__ in warned:
         return
     warned.add(log_start.__name__)  # once in each process
     made = {what: ", ".join(sorted(values)) for what, values in _made.items()}
@@ -97,13 +99,14 @@ class CountsFile:
         files = import_module("prometheus_client.mmap_dict")
         self._file = files.MmapedDict(os.path.join(folder, f"counter_{os.getpid()}-attn-backend.db"))
 
-        def key(name: str, labels: Mapping[str, str]) -> str:
+        def key(name: str, **labels: str) -> str:
+            labels = {"rank": str(_rank())} | labels
             metric = f"attn_backend:{name}"
             return files.mmap_key(metric, f"{metric}_total", [*labels], [*labels.values()], _HELP[name])
 
-        self._keys = [key(name, {}) for name in COUNTS[: -len(TILE_ROWS)]]
-        self._keys += [key("rows", {"tile_rows": str(tile_rows)}) for tile_rows in TILE_ROWS]
-        self._refusals = key("refusals", {})
+        self._keys = [key(name) for name in COUNTS[: -len(TILE_ROWS)]]
+        self._keys += [key("rows", tile_rows=str(tile_rows)) for tile_rows in TILE_ROWS]
+        self._refusals = key("refusals")
         self._device = counted[0].sums.device
         on_cuda = self._device.type == "cuda"
         with torch.inference_mode(False):  # steps may run in this mode or not

@@ -121,18 +121,27 @@ def test_counters_of_all_attentions_in_the_engine_s_folder(
     text = shown(tmp_path)
     assert "# TYPE attn_backend:plans_total counter" in text
     for line in (
-        "attn_backend:plans_total 2.0",
-        "attn_backend:kv_tokens_total 57.0",
-        "attn_backend:kv_tokens_read_total 57.0",
-        'attn_backend:rows_total{tile_rows="16"} 3.0',
-        'attn_backend:rows_total{tile_rows="192"} 0.0',
-        "attn_backend:clamped_plans_total 0.0",
-        "attn_backend:refusals_total 1.0",
+        'attn_backend:plans_total{rank="0"} 2.0',
+        'attn_backend:kv_tokens_total{rank="0"} 57.0',
+        'attn_backend:kv_tokens_read_total{rank="0"} 57.0',
+        'attn_backend:rows_total{rank="0",tile_rows="16"} 3.0',
+        'attn_backend:rows_total{rank="0",tile_rows="192"} 0.0',
+        'attn_backend:clamped_plans_total{rank="0"} 0.0',
+        'attn_backend:refusals_total{rank="0"} 1.0',
     ):
         assert f"\n{line}\n" in text
     plan(attention, 10)
     metrics.export_counts(LOGGER)
-    assert "\nattn_backend:plans_total 3.0\n" in shown(tmp_path)
+    assert '\nattn_backend:plans_total{rank="0"} 3.0\n' in shown(tmp_path)
+
+
+@pytest.mark.usefixtures("counting")
+def test_each_rank_has_its_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan(make(), 30)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+    metrics.CountsFile(str(tmp_path)).update()
+    assert '\nattn_backend:plans_total{rank="3"} 1.0\n' in shown(tmp_path)
 
 
 class Arrival:
@@ -157,13 +166,13 @@ def test_a_reading_is_exported_when_it_has_arrived(tmp_path: Path) -> None:
     plan(attention, 30)
     arrival.has_come = True
     file.update()  # starts the first reading
-    assert "attn_backend:plans_total 0.0" in shown(tmp_path)
+    assert 'attn_backend:plans_total{rank="0"} 0.0' in shown(tmp_path)
     plan(attention, 30)
     file.update()  # it is under way
-    assert "attn_backend:plans_total 0.0" in shown(tmp_path)
+    assert 'attn_backend:plans_total{rank="0"} 0.0' in shown(tmp_path)
     arrival.has_come = True
     file.update()  # exports it, and starts the second one
-    assert "attn_backend:plans_total 1.0" in shown(tmp_path)
+    assert 'attn_backend:plans_total{rank="0"} 1.0' in shown(tmp_path)
 
 
 @pytest.mark.usefixtures("counting")
@@ -180,7 +189,7 @@ def test_vllm_s_registry_shows_our_folder(monkeypatch: pytest.MonkeyPatch) -> No
     folder = os.environ[metrics.OWN_FOLDER]
     plan(make(), 30)
     metrics.export_counts(LOGGER)
-    assert "attn_backend:plans_total 1.0" in generate_latest(registry).decode()
+    assert 'attn_backend:plans_total{rank="0"} 1.0' in generate_latest(registry).decode()
     metrics._remove(folder, os.getpid() + 1)  # a forked child
     assert Path(folder).is_dir()
     metrics._remove(folder, os.getpid())
