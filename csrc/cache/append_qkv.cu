@@ -329,10 +329,10 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
           }
         }
         if (writes_kv && is_quantized) {
-          const auto pairs = pairs_of(quantizers[i], p.scales.element);
+          const auto rounder = rounder_of(quantizers[i], p.scales.element);
           Bytes bytes;
 #pragma unroll
-          for (int32_t j = 0; j < kSize; ++j) bytes.set(j, pairs(rotated[2 * j], rotated[2 * j + 1]));
+          for (int32_t j = 0; j < kSize; ++j) bytes.set(j, rotated[2 * j], rotated[2 * j + 1], rounder);
           bytes.store(reinterpret_cast<uint8_t*>(to), kSize);
         } else if (writes_kv) {
 #pragma unroll
@@ -400,15 +400,15 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
     x[i].opaque();
     if (!finds_scales && p.is_interleaved != 0) x[i].deinterleave();
     const float offset = kNormalizes ? factors[i] * p.norm_offset : 0.0f;
-    const auto pairs = pairs_of(quantizers[i], p.scales.element);
+    const auto rounder = rounder_of(quantizers[i], p.scales.element);
     Bytes bytes;
 #pragma unroll
     for (int32_t j = 0; j < kSize / 2; ++j) {
       float a[2], b[2];
       finish_pairs(i, j, offset, a, b);
       if (is_quantized) {
-        bytes.set(j, pairs(a[0], a[1]));
-        bytes.set(kSize / 2 + j, pairs(b[0], b[1]));
+        bytes.set(j, a[0], a[1], rounder);
+        bytes.set(kSize / 2 + j, b[0], b[1], rounder);
       } else if (!is_same<Element, CacheElement> && is_cached) {
         x[i].words[j] = pack_finite<CacheElement>(a[0], a[1]);
         x[i].words[kSize / 2 + j] = pack_finite<CacheElement>(b[0], b[1]);

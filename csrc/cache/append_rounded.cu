@@ -36,11 +36,11 @@ __device__ __forceinline__ void append_rounded(const QkvParams& p) {
     uint32_t words[kSize];
     load_words<kSize, true>(from, words);
     load_words<kSize, true>(from + kSize, words + kSize / 2);
-    const BytePairs<false> rounded{Divisor((is_v ? p.scales.v : p.scales.k).of(0, head)), p.scales.element};
+    const BytePairs<false> rounder{Divisor((is_v ? p.scales.v : p.scales.k).of(0, head)), p.scales.element};
     ByteChunk<kSize, true> bytes;
 #pragma unroll
     for (int32_t j = 0; j < kSize; ++j)
-      bytes.set(j, rounded(Element::unpack(words[j]), Element::unpack(words[j] >> 16)));
+      bytes.set(j, Element::unpack(words[j]), Element::unpack(words[j] >> 16), rounder);
     bytes.store(to, kSize);
   }
 }

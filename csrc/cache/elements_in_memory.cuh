@@ -85,7 +85,7 @@ class Divisor {
 struct Elements16Bits {
   static constexpr int kBits = 16, kLimits = 0;
   static constexpr bool kOfBlocks = false;
-  ATTN_HD uint32_t code(float /*x*/) const { return 0; }  // is not called
+  ATTN_HD uint32_t operator()(float, float) const { return 0; }  // is not called
 };
 
 struct GivenScales {
@@ -107,31 +107,28 @@ struct BytePairs {
   }
 };
 
-/// For a 4-bit cache: numbers are bytes until they are stored.
+/// What rounds pairs: of 4 bits, the quantizer itself.
 template <class Quantizer>
-struct CodePairs {
-  const Quantizer& quantizer;
-
-  __device__ __forceinline__ uint32_t operator()(float low, float high) const {
-    return quantizer.code(low) | quantizer.code(high) << 8;
-  }
-};
-
-template <class Quantizer>
-__device__ __forceinline__ auto pairs_of(const Quantizer& quantizer, DataType dtype) {
+__device__ __forceinline__ auto rounder_of(const Quantizer& quantizer, DataType dtype) {
   if constexpr (Quantizer::kBits == 8)
     return BytePairs<(Quantizer::kLimits > 0)>{Divisor(quantizer.scale), dtype};
   else
-    return CodePairs<Quantizer>{quantizer};
+    return quantizer;
 }
 
-/// A chunk for a cache of kBits bits, 8 or 4.
+/// A chunk for a cache of kBits bits, 8 or 4. Numbers of 4 bits are bytes until they are stored.
 template <int32_t kSize, bool kAligned, int kBits = 8>
 struct ByteChunk {
   uint32_t words[kSize / 2] = {};
 
-  /// Pair i of the elements, as bytes.
-  __device__ __forceinline__ void set(int32_t i, uint32_t pair) { words[i / 2] |= pair << i % 2 * 16; }
+  /// Pair i of the elements. Rounder: as rounder_of() makes it.
+  template <class Rounder>
+  __device__ __forceinline__ void set(int32_t i, float low, float high, const Rounder& rounder) {
+    if constexpr (kBits == 8)
+      words[i / 2] |= rounder(low, high) << i % 2 * 16;
+    else
+      words[i / 2] |= (rounder.code(low) | rounder.code(high) << 8) << i % 2 * 16;
+  }
 
   __device__ __forceinline__ void interleave() {
     uint32_t was[kSize / 2];

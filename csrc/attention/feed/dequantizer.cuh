@@ -145,24 +145,14 @@ class InPlaceDequantizer {
   /// Dequantizes the warp's share of the tile of part number `part`, which it loaded as number `load`.
   __device__ __forceinline__ void dequantize(int part, int load) const {
     ptx::mbarrier_wait(barrier(load), load / kStoredBarriers & 1);
-    char* const tile = shared_.kv(part);
-    if constexpr (Traits::Shape::kQk == Traits::Shape::kV) {
-      dequantize_share<KTile<Traits>, WgmmaKTile<Traits>>(tile, part);
-    } else if (share_.is_v) {
-      dequantize_share<VTile<Traits>, WgmmaVTile<Traits>>(tile, part);
-    } else {
-      dequantize_share<KTile<Traits>, WgmmaKTile<Traits>>(tile, part);
-    }
+    share_.with_tiles([&](auto stored, auto wide) {
+      if constexpr (Traits::kKvForm.has_4_bits())
+        dequantize_4_bit_rows<decltype(stored), decltype(wide)>(shared_.kv(part), part);
+      else
+        dequantize_rows<decltype(stored), decltype(wide)>(shared_.kv(part), part);
+    });
     ptx::fence_async_proxy();  // before wgmma reads it, and TMA writes it again
     arrive_full(part);
-  }
-
-  template <class Stored, class Wide>
-  __device__ __forceinline__ void dequantize_share(char* tile, int part) const {
-    if constexpr (Traits::kKvForm.has_4_bits())
-      dequantize_4_bit_rows<Stored, Wide>(tile, part);
-    else
-      dequantize_rows<Stored, Wide>(tile, part);
   }
 
   /// A lane takes whole rows: no other lane reads what it writes over. Eight lanes access a chunk of eight rows, in

@@ -83,6 +83,29 @@ struct KvShare {
   __device__ __forceinline__ int row_bytes(int first, int end) const {
     return (min_of(end, blocks()) - first) * kBlockRowBytes;
   }
+  /// Starts TMA for blocks [kFirst, kEnd) of columns of a box. `target`: of its first row. `spreads`: target_block().
+  template <int kFirst, int kEnd>
+  __device__ __forceinline__ void copy_blocks(const TensorMap& map, uint32_t target, uint32_t full, int32_t row,
+                                              int32_t head, int32_t page, ptx::CachePolicy policy, bool spreads) const {
+    using Tile = KTile<Traits>;
+#pragma unroll
+    for (int block = kFirst; block < kEnd; ++block) {
+      if (block >= blocks()) break;
+      ptx::copy_box(target + target_block<typename Tile::Element>(block, spreads, wide_blocks()) * Tile::kBlockBytes,
+                    map, full, block * Tile::kBoxColumns, row, head, page, policy);
+    }
+  }
+  /// Calls body(stored tile, dequantized tile), of K or V.
+  template <class Body>
+  __device__ __forceinline__ void with_tiles(const Body& body) const {
+    if constexpr (Traits::Shape::kQk == Traits::Shape::kV) {
+      body(KTile<Traits>{}, WgmmaKTile<Traits>{});
+    } else if (is_v) {
+      body(VTile<Traits>{}, WgmmaVTile<Traits>{});
+    } else {
+      body(KTile<Traits>{}, WgmmaKTile<Traits>{});
+    }
+  }
 };
 
 /// Loads a warp's share of KV tiles by TMA. A lane has one box. A share has few, so lanes look up the boxes of several
@@ -232,13 +255,7 @@ struct BoxCopier {
     const TensorMap& map = params.cache_map(share.is_v, false);
     const uint32_t target =
         ptx::shared_address(shared.kv(part)) + (share.first_token + box_token(false)) * Tile::kRowBytes;
-#pragma unroll
-    for (int block = kFirst; block < kEnd; ++block) {
-      if (block >= share.blocks()) break;
-      ptx::copy_box(
-          target + target_block<typename Tile::Element>(block, spreads, share.wide_blocks()) * Tile::kBlockBytes, map,
-          full, block * Tile::kBoxColumns, box.row, head, box.page, policy);
-    }
+    share.template copy_blocks<kFirst, kEnd>(map, target, full, box.row, head, box.page, policy, spreads);
   }
 
   __device__ __forceinline__ void copy_packed(const Shared& shared, const Box& box, int32_t head, int part,
@@ -348,13 +365,8 @@ struct RowCopier {
     if (rows.is_run) {
       copy_run<kFirst, kEnd>(shared, rows, head, part, policy, stored);
     } else {
-      if constexpr (Traits::Shape::kQk == Traits::Shape::kV) {
-        gather<KTile<Traits>, kFirst, kEnd>(shared, rows, head, part, stored != 0);
-      } else if (share.is_v) {
-        gather<VTile<Traits>, kFirst, kEnd>(shared, rows, head, part, stored != 0);
-      } else {
-        gather<KTile<Traits>, kFirst, kEnd>(shared, rows, head, part, stored != 0);
-      }
+      share.with_tiles(
+          [&](auto tile, auto) { gather<decltype(tile), kFirst, kEnd>(shared, rows, head, part, stored != 0); });
     }
     if constexpr (Traits::Variant::kHasTokenScales) {
 #pragma unroll
@@ -406,13 +418,8 @@ struct RowCopier {
     const uint32_t full = stored != 0 ? stored : shared.kv_full(part);
     ptx::mbarrier_expect(full, KvShare<Traits>::kTokens * share.row_bytes(kFirst, kEnd));
     const uint32_t target = ptx::shared_address(shared.kv(part)) + share.first_token * Tile::kRowBytes;
-#pragma unroll
-    for (int block = kFirst; block < kEnd; ++block) {
-      if (block >= share.blocks()) break;
-      ptx::copy_box(
-          target + target_block<typename Tile::Element>(block, stored != 0, share.wide_blocks()) * Tile::kBlockBytes,
-          share.is_v ? params.v : params.k, full, block * Tile::kBoxColumns, rows.first, head, 0, policy);
-    }
+    share.template copy_blocks<kFirst, kEnd>(share.is_v ? params.v : params.k, target, full, rows.first, head, 0,
+                                             policy, stored != 0);
   }
 
   template <class Tile, int kFirst, int kEnd>
