@@ -30,7 +30,7 @@ Switch = Annotated[bool, _if_empty("0")]
 class Settings(BaseModel):
     """Each field is set by the variable ATTN_BACKEND_FIELD."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, defer_build=True)
 
     arch: Annotated[Literal["sm_90a", "sm_80"] | None, _if_empty(None)] = Field(
         None,

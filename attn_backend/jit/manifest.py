@@ -361,7 +361,7 @@ def sampling_name(source: str) -> str:
 
 @cache
 def kernels(arch: str) -> dict[str, Kernel]:
-    return {kernel.name: kernel for kernel in _ALL if arch in kernel.archs}
+    return {kernel.name: kernel for kernel in _all() if arch in kernel.archs}
 
 
 def designs_for(dims: HeadDims, transforms: bool = False, arch: str | None = None) -> dict[str, Design]:
@@ -772,32 +772,34 @@ def append_qkv_kernel(element: str, kv_element: str | None = None, rotation: boo
     return Kernel(append_qkv_name(element, kv_element, rotation), ARCHS, text)
 
 
-_ALL = (
-    Kernel("plan", ARCHS, '#include "planner/device/plan.cu"\n'),
-    Kernel("append", ARCHS, '#include "cache/append.cu"\n'),
-    Kernel("append_latent", ARCHS, '#include "cache/append_latent.cu"\n'),
-    Kernel("selected_slots", ARCHS, '#include "planner/device/selection.cu"\n'),
-    *(
-        append_qkv_kernel(element, kv_element, rotation=kv_element in SHIPPED_ROTATED)
-        for element in CUDA_ELEMENTS
-        for kv_element in (None, "e4m3", "int8_tokens", "int4_tokens")
-    ),
-    *(
-        Kernel(dequantize_name(element, stored), (SM90,), dequantize_source(element, stored))
-        for element in CUDA_ELEMENTS
-        for stored in DEQUANTIZED_ELEMENTS
-    ),
-    *_attention_kernels(),
-    *(
-        Kernel(merge_states_name(name), ARCHS, _MERGE_STATES.substitute(element=element))
-        for name, element in STATE_ELEMENTS.items()
-    ),
-    *(
-        Kernel(sampling_name(name), ARCHS, _SAMPLING_LOGITS.substitute(element=f"{element}Element"))
-        for name, element in (("f32", "Float32"), ("f16", "Float16"), ("bf16", "BFloat16"))
-    ),
-    *(
-        Kernel(sampling_name(name), ARCHS, f'#include "sampling/device/{name}.cu"\n')
-        for name in ("probs", "speculative")
-    ),
-)
+@cache
+def _all() -> tuple[Kernel, ...]:
+    return (
+        Kernel("plan", ARCHS, '#include "planner/device/plan.cu"\n'),
+        Kernel("append", ARCHS, '#include "cache/append.cu"\n'),
+        Kernel("append_latent", ARCHS, '#include "cache/append_latent.cu"\n'),
+        Kernel("selected_slots", ARCHS, '#include "planner/device/selection.cu"\n'),
+        *(
+            append_qkv_kernel(element, kv_element, rotation=kv_element in SHIPPED_ROTATED)
+            for element in CUDA_ELEMENTS
+            for kv_element in (None, "e4m3", "int8_tokens", "int4_tokens")
+        ),
+        *(
+            Kernel(dequantize_name(element, stored), (SM90,), dequantize_source(element, stored))
+            for element in CUDA_ELEMENTS
+            for stored in DEQUANTIZED_ELEMENTS
+        ),
+        *_attention_kernels(),
+        *(
+            Kernel(merge_states_name(name), ARCHS, _MERGE_STATES.substitute(element=element))
+            for name, element in STATE_ELEMENTS.items()
+        ),
+        *(
+            Kernel(sampling_name(name), ARCHS, _SAMPLING_LOGITS.substitute(element=f"{element}Element"))
+            for name, element in (("f32", "Float32"), ("f16", "Float16"), ("bf16", "BFloat16"))
+        ),
+        *(
+            Kernel(sampling_name(name), ARCHS, f'#include "sampling/device/{name}.cu"\n')
+            for name in ("probs", "speculative")
+        ),
+    )

@@ -3,6 +3,11 @@
 SGLang finds `register` through the entry point group `sglang.srt.plugins`.
 """
 
-from .plugin import register
-
 __all__ = ["register"]
+
+
+def register() -> None:
+    """Calls plugin.register(), whose module imports torch."""
+    from .plugin import register
+
+    register()

@@ -19,14 +19,15 @@ from contextvars import ContextVar
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attn_backend.adapters.checkpoint import Refusal
 from attn_backend.metadata.kv_cache import MXFP4
 from attn_backend.settings import Settings
 
-from . import compat, rules
+from . import compat
 from .compat import NAME
 
 if TYPE_CHECKING:
+    from attn_backend.adapters.checkpoint import Refusal
+
     from .backend import SGLangAttentionBackend
     from .sampler import AttnSampler
     from .sparse import SparseBackend
@@ -312,6 +313,8 @@ def _serves(server_args: Any) -> bool:
 
 def _unsupported_fp4(server_args: Any) -> Iterator[Refusal]:
     """Refuses models before SGLang makes their pools, which may fail."""
+    from . import rules  # only now: few servers need them
+
     config = _model_config(server_args)
     has_latents = config.attention_arch.name == "MLA"
     return rules.unsupported_fp4("cuda", has_latents=has_latents, has_window_pool=bool(config.is_hybrid_swa))
