@@ -221,9 +221,10 @@ def check_layers(vllm_config: Any) -> None:
         RuntimeError: the user has chosen this backend, and no attention layer runs on it.
     """
     tell_of_registration()
-    if not compat.is_chosen(vllm_config):
+    on_cpu = compat.serves_on_cpu()
+    if not on_cpu and not compat.is_chosen(vllm_config):
         return
-    if current_platform.is_cpu() and not compat.serves_on_cpu():
+    if not on_cpu and current_platform.is_cpu():
         logger.warning(
             "attn_backend is not used: vLLM has no choice of backends on a CPU. %s=1 replaces its backend.",
             CPU_SWITCH,

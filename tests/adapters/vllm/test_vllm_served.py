@@ -160,6 +160,15 @@ def test_a_cpu_without_the_switch(
     assert f"{CPU_SWITCH}=1" in caplog.messages[0]
 
 
+def test_the_switch_for_cpus_is_a_choice(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM has no option for it there."""
+    monkeypatch.setattr(support, "current_platform", SimpleNamespace(is_cpu=lambda: True))
+    monkeypatch.setattr(compat, "current_platform", support.current_platform)
+    monkeypatch.setenv(CPU_SWITCH, "1")
+    with pytest.raises(RuntimeError, match="none of the 2 attention layers"):
+        check_layers(config(numbered(THEIRS, range(2)), None))
+
+
 def test_another_plugin_that_takes_custom_later(registry: Any, caplog: pytest.LogCaptureFixture) -> None:
     register_backend(registry.CUSTOM, "other_package.backend.OtherBackend")
     check_layers(config(numbered(THEIRS, range(2)), registry.CUSTOM))
