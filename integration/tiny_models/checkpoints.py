@@ -26,6 +26,7 @@ from integration.tiny_models.families import (
     Family,
     Images,
 )
+from integration.tiny_models.hybrids import add_mtp_layer
 from integration.tiny_models.tokenizer import write_tokenizer
 
 
@@ -49,12 +50,21 @@ def make_model(family: Family, folder: Path) -> None:
     model.save_pretrained(folder)
     if config.model_type == "gemma4":
         _write_published_widths(folder / "config.json")
+    if config.model_type in PUBLISHED_LAYERS:
+        _write_published_layers(folder / "config.json")
     if family.name == "gemma3n" or config.model_type == "gemma4":
         _write_unread_weights(folder / "model.safetensors", config.get_text_config())
     write_tokenizer(folder, tells_texts=family.kind == "score")
     if family.name == "gemma3":
         # as in checkpoints; transformers reads both
         _rename_weights(folder / "model.safetensors", "vision_tower.", "vision_tower.vision_model.")
+    if family.name == "qwen3_next_mtp":
+        weights = load_file(folder / "model.safetensors")
+        add_mtp_layer(weights)
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    if family.name == "kimi_linear":
+        # the same, for layers without experts
+        _rename_weights(folder / "model.safetensors", "block_sparse_moe.", "mlp.")
     if family.images is not None:
         PROCESSORS[config.model_type](family.images, folder).save_pretrained(folder)
     if family.pools_mean:
@@ -98,6 +108,26 @@ def _write_published_widths(file: Path) -> None:
             "global_head_dim": widths["head_dim"],
             "num_global_key_value_heads": widths["num_key_value_heads"],
         }
+    file.write_text(json.dumps(config, indent=2) + "\n")
+
+
+# transformers 5 has other names for layers, which older engines do not know; it reads these, too
+PUBLISHED_LAYERS = {
+    "granitemoehybrid": {"linear_attention": "mamba", "full_attention": "attention"},
+    "nemotron_h": {"linear_attention": "M", "full_attention": "*", "mlp": "-"},
+}
+
+
+def _write_published_layers(file: Path) -> None:
+    config = json.loads(file.read_text())
+    names = PUBLISHED_LAYERS[config["model_type"]]
+    if "layers_block_type" in config:  # Nemotron-H
+        layers = config.pop("layers_block_type")
+        config["hybrid_override_pattern"] = "".join(names[layer] for layer in layers)
+        config["num_hidden_layers"] = len(layers)
+        del config["mtp_layers_block_type"]
+    else:
+        config["layer_types"] = [names[layer] for layer in config["layer_types"]]
     file.write_text(json.dumps(config, indent=2) + "\n")
 
 

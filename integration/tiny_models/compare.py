@@ -37,7 +37,16 @@ from integration.tiny_models.runner import answers_file
 
 LARGEST = 1e-4
 LARGEST_OF_BFLOAT16 = LARGEST_TIE
-HYBRIDS = ("qwen3_next", "qwen3_5", "falcon_h1", "granite4", "nemotron_h", "lfm2", "muse_glimmer")
+HYBRIDS = (
+    "qwen3_next",
+    "qwen3_next_mtp",
+    "qwen3_5",
+    "falcon_h1",
+    "granite4",
+    "nemotron_h",
+    "lfm2",
+    "muse_glimmer",
+)
 STOCK_TOO = {
     "vllm": ("gpt_oss", "bert", "reranker", "llama4", "whisper", *HYBRIDS),
     "sglang": ("bert", "reranker", "whisper", *HYBRIDS),

@@ -68,7 +68,7 @@ class Family:
     """
     Attributes:
         asks: the demands on attention.
-        models: that ask it.
+        models: that ask it; empty: not in the matrix.
         make: its configuration and its class.
         kind: "generate", "embed", "score" (documents to a query), "image", "audio", or "items": the tokens
             after each of several items are scored.
@@ -379,6 +379,16 @@ def _deepseek() -> tuple[Any, Any]:
     ), transformers.DeepseekV2ForCausalLM
 
 
+def _deepseek_v32() -> tuple[Any, Any]:
+    # The sizes of an indexer that the engines' kernels take; it selects all tokens of these short prompts.
+    sizes = {name: value for name, value in COMMON.items() if name != "head_dim"}
+    sizes |= {"hidden_size": 256, "num_hidden_layers": 3, "num_key_value_heads": 4, "q_lora_rank": 64}
+    sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    sizes |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 3, "rope_parameters": PLAIN_ROPE}
+    published: dict[str, Any] = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+    return transformers.DeepseekV32Config(**sizes, **published), transformers.DeepseekV32ForCausalLM
+
+
 def _mimo() -> tuple[Any, Any]:
     # Only dense layers. The engines read the checkpoint's names, transformers its own.
     layer_types = ["full_attention", "sliding_attention"] * 2
@@ -452,7 +462,7 @@ ENGINES_OF_ENCODERS: dict[str, dict[str, Any]] = {
 GDN_ASKS = "linear attention (GDN), head size 256"
 ENGINES_OF_GDN: dict[str, dict[str, Any]] = {
     "vllm": hybrids.ALIGN | {"dtype": "bfloat16"},  # vLLM's GDN on a CPU takes no other type
-    "sglang": hybrids.NO_RADIX_CACHE,
+    "sglang": {},
 }
 FAMILIES = {
     family.name: family
@@ -537,6 +547,13 @@ FAMILIES = {
         Family("phi3", "head size 96", "Phi-3 mini", _phi3),
         Family("deepseek", "multi-head latent attention (MLA)", "DeepSeek V2, V3 and R1, Kimi K2", _deepseek),
         Family(
+            "deepseek_v32",
+            "sparse MLA",
+            "",
+            _deepseek_v32,
+            only_gpu=("vllm", "sglang"),
+        ),
+        Family(
             "mimo",
             "different head sizes of K and V, sinks, sliding window",
             "MiMo V2",
@@ -570,6 +587,28 @@ FAMILIES = {
             engines=ENGINES_OF_GDN,
         ),
         Family(
+            "qwen3_next_mtp",
+            GDN_ASKS,
+            "",
+            partial(hybrids.qwen3_next_mtp, COMMON),
+            stock=("vllm",),
+            engines={
+                # cached prefixes with drafts need Triton (vllm_runner.py)
+                "vllm": {
+                    "dtype": "bfloat16",
+                    "enable_prefix_caching": False,
+                    "speculative_config": {"method": "mtp", "num_speculative_tokens": 2},
+                },
+                "sglang": {
+                    "speculative_algorithm": "NEXTN",
+                    "speculative_num_steps": 2,
+                    "speculative_eagle_topk": 1,
+                    "speculative_num_draft_tokens": 3,
+                },
+            },
+            only_gpu=("sglang",),
+        ),
+        Family(
             "qwen3_5",
             GDN_ASKS,
             "Qwen3.5",
@@ -599,7 +638,7 @@ FAMILIES = {
             partial(hybrids.lfm2, COMMON),
             # On a CPU, the convolutions of vLLM 0.32 depend on the other requests of a batch.
             stock=("vllm",),
-            engines={"vllm": {"enable_prefix_caching": False}, "sglang": hybrids.NO_RADIX_CACHE},
+            engines={"vllm": {"enable_prefix_caching": False}, "sglang": {}},
         ),
         Family(
             "kimi_linear",
@@ -626,7 +665,7 @@ def matrix() -> str:
     """
     lines = ["| models | attention | vLLM | SGLang |", "|---|---|---|---|"]
     rows: dict[tuple[str, ...], list[str]] = {}
-    for family in FAMILIES.values():
+    for family in [family for family in FAMILIES.values() if family.models]:
         cells = [_cell(family, engine) for engine in ENGINE_NAMES]
         rows.setdefault((family.asks, *cells), []).append(family.models)
     lines += [f"| {', '.join(models)} | {' | '.join(cells)} |" for cells, models in rows.items()]

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import transformers
 
 Model = tuple[Any, Any]
 LINEAR, FULL = "linear_attention", "full_attention"
 ALIGN = {"enable_prefix_caching": True, "mamba_cache_mode": "align"}
-# SGLang's prefix cache of states needs a GPU
-NO_RADIX_CACHE = {"disable_radix_cache": True}
+# SGLang's prefix cache of states needs a GPU.
+SGLANG_ON_CPU = {name: {"disable_radix_cache": True} for name in ("qwen3_next", "qwen3_5", "lfm2")}
 GDN: dict[str, Any] = {
     "layer_types": [LINEAR, FULL] * 2,
     "full_attention_interval": 2,
@@ -41,6 +42,23 @@ def qwen3_next(common: dict[str, Any]) -> Model:
         "shared_expert_intermediate_size": 32,
     }
     return transformers.Qwen3NextConfig(**common | GDN | experts), transformers.Qwen3NextForCausalLM
+
+
+def qwen3_next_mtp(common: dict[str, Any]) -> Model:
+    config, model = qwen3_next(common)
+    config.num_nextn_predict_layers = 1
+    return config, model
+
+
+def add_mtp_layer(weights: dict[str, torch.Tensor]) -> None:
+    """Qwen3-Next's layer that drafts a second token: the last layer again, after an untrained projection."""
+    hidden = weights["model.norm.weight"].shape[0]
+    for name in [name for name in weights if name.startswith("model.layers.3.")]:
+        weights[name.replace("model.layers.3.", "mtp.layers.0.")] = weights[name].clone()
+    for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        weights[f"mtp.{name}.weight"] = torch.zeros(hidden)  # around 0
+    made = torch.randn(hidden, 2 * hidden, generator=torch.Generator().manual_seed(4))
+    weights["mtp.fc.weight"] = made * (2 * hidden) ** -0.5
 
 
 def qwen3_5(common: dict[str, Any]) -> Model:

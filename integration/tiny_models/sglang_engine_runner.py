@@ -21,6 +21,7 @@ from torch import Tensor
 
 from integration.server import free_port
 from integration.tiny_models.families import COMMON, FAMILIES, Family
+from integration.tiny_models.hybrids import SGLANG_ON_CPU
 from integration.tiny_models.questions import LABELS, NEW_TOKENS, Answer, Question, questions
 from integration.tiny_models.runner import run_families, say_ready
 from integration.tiny_models.tokenizer import BOS, text_of
@@ -133,7 +134,11 @@ def start(family: Family, folder: Path) -> Any:
         "attention_backend": "attn_backend" if OURS == "ours" else stock,
         "sampling_backend": "pytorch",
     }
-    of_device = CPU_OPTIONS if ON_CPU else GPU_OPTIONS | GPU_OPTIONS_OF_FAMILY.get(family.name, {})
+    of_device = (
+        CPU_OPTIONS | SGLANG_ON_CPU.get(family.name, {})
+        if ON_CPU
+        else GPU_OPTIONS | GPU_OPTIONS_OF_FAMILY.get(family.name, {})
+    )
     engine = sglang.Engine(model_path=str(folder), **options | of_device | family.engines["sglang"])
     if family.kind == "audio":
         take_prompts(engine.tokenizer_manager.mm_processor)

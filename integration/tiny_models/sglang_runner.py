@@ -35,6 +35,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
 from integration.tiny_models.families import FAMILIES, Family
+from integration.tiny_models.hybrids import SGLANG_ON_CPU
 from integration.tiny_models.questions import LABELS, NEW_TOKENS, Answer, Question, questions
 from integration.tiny_models.reference import audio_features, image_inputs
 from integration.tiny_models.runner import run_families
@@ -77,7 +78,7 @@ CHUNK = 40  # tokens of the first part of longer prompts
 
 
 def answer_all(family: Family, folder: Path) -> list[Answer]:
-    runner = start(folder, family.engines["sglang"])
+    runner = start(folder, SGLANG_ON_CPU.get(family.name, {}) | family.engines["sglang"])
     init_mm_embedding_cache()
     asked = questions(family)
     if family.kind == "score":

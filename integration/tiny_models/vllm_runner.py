@@ -40,6 +40,7 @@ else:
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
 from integration.tiny_models.families import FAMILIES, Family
+from integration.tiny_models.hybrids import ALIGN
 from integration.tiny_models.questions import (
     LARGEST_TIE,
     NEW_TOKENS,
@@ -82,6 +83,8 @@ ON_GPU_OPTIONS |= {
     }
 }
 ON_GPU_OPTIONS |= {"attention_backend": "CUSTOM"} if OURS == "ours" else {}
+# for most drafts vLLM would choose a backend by itself
+OUR_DRAFTS = {"attention_backend": "CUSTOM"} if ON_GPU else {}
 # an engine shuts down when nothing refers to it; this one ends with its process, which is faster
 STARTED: list[LLM] = []
 
@@ -91,9 +94,13 @@ def answer_all(family: Family, folder: Path) -> list[Answer]:
     options: dict[str, Any] = {"max_num_batched_tokens": 48 if family.kind == "generate" else 128}
     if family.kind in ("embed", "score"):  # it has no decodes for graphs
         options = {"runner": "pooling", "enforce_eager": True}
-    if ON_GPU and "mamba_cache_mode" in family.engines["vllm"]:
-        options["max_num_batched_tokens"] = 96  # a block or more
     options |= (ON_GPU_OPTIONS if ON_GPU else ON_CPU_OPTIONS) | family.engines["vllm"]
+    if ON_GPU and family.name == "qwen3_next_mtp":
+        options |= ALIGN
+    if ON_GPU and "mamba_cache_mode" in options:
+        options["max_num_batched_tokens"] = 96  # a block or more
+    if OURS == "ours" and "speculative_config" in options:
+        options["speculative_config"] = options["speculative_config"] | OUR_DRAFTS
     llm = LLM(str(folder), max_model_len=128, max_num_seqs=4, **options)
     STARTED.append(llm)
     say_ready()

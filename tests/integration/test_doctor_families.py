@@ -13,7 +13,13 @@ from attn_backend.cli.model import judge
 from attn_backend.releases import RELEASES
 from integration.tiny_models.families import FAMILIES
 
-CASES = [(family, engine) for family in FAMILIES.values() for engine in family.engines]
+CASES = [
+    (family, engine, device)
+    for family in FAMILIES.values()
+    for engine in family.engines
+    for device in ("cuda", "cpu")
+    if device == "cuda" or family.runs_on_cpu(engine)
+]
 
 
 def options_of(arguments: dict[str, Any]) -> dict[str, str]:
@@ -25,8 +31,9 @@ def options_of(arguments: dict[str, Any]) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-@pytest.mark.parametrize(("family", "engine"), CASES, ids=lambda value: getattr(value, "name", value))
+@pytest.mark.parametrize(
+    ("family", "engine", "device"), CASES, ids=lambda value: getattr(value, "name", value)
+)
 def test_families_that_are_served(family: Any, engine: str, device: str) -> None:
     config, kind = family.make()
     described = config.to_dict() | {"architectures": [kind.__name__]}
