@@ -340,3 +340,18 @@ def test_a_load_tells_what_it_saw_each_minute(monkeypatch, capsys) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == ["1 min", "2 min", "3 min"]
     assert all(line.endswith(" requests, 0 errors") for line in lines)
+
+
+def test_a_hybrid_whose_tokenizer_spells_json(tmp_path):
+    pytest.importorskip("transformers", reason="needs the environment of `make test`")
+    from integration.soak_model import make
+
+    make(tmp_path, "falcon_h1")
+    texts = TextMaker(tmp_path, 0)
+    assert texts.reads_text
+    text = json.dumps({"name": "Ada b", "age": 36})
+    assert texts.tokenizer.decode(texts.tokenizer.encode(text).ids) == text
+    assert len(texts.tokenizer.encode(texts.text(50)).ids) == 50
+    assert all(
+        texts.tokenizer.decode([token]).isprintable() for token in range(texts.tokenizer.get_vocab_size())
+    )
