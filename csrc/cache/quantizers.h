@@ -4,7 +4,7 @@
 //
 // Members of a quantizer:
 // - kBits: of a number
-// - kLimits: what it is made from, their largest magnitude (1), or the largest of them and of their negatives (2)
+// - kLimits: it is made from their largest magnitude (1), or from the largest of them and of their negatives (2)
 // - kOfBlocks: it is for a block, else for a head
 // - stored(): its scale, as TokenScales have it
 // - of 4 bits, code(): a number as it is stored; Scale: the scale as it is read, with value() of a code

@@ -398,7 +398,7 @@ struct EvenCut {
   int32_t parts;     // of each pair
   int32_t kv_tiles;  // of each part but the first, which has what is left
   int32_t share;     // cost that each of the other CTAs gets, of what lies before
-  int32_t cost;      // of the busiest CTA; kNoCut: a pair cannot be cut into so many parts
+  int32_t cost;      // of the busiest CTA; kNoCut: pairs are not cut in this way
   static constexpr int32_t kNoCut = kMaxInt32;
 };
 

@@ -31,8 +31,8 @@ struct HopperTraits : Kernel {
   /// Weights may be too large or too small for f16: they are no probabilities, whose range is known.
   static constexpr bool kHasWideWeights = !Kernel::Variant::kUsesSoftmax && !is_same<typename Kernel::Element, Float16>;
   /// Also of row tiles for mma.sync. Their weights would be f16 numbers (except in products of bf16), or a variant
-  /// transforms them, or 4-bit tiles cannot stay packed: registers are few, of consumers or of a producer that gathers.
-  /// Other tiles for mma.sync stay as they are stored, and are dequantized in registers.
+  /// transforms them, or 4-bit tiles cannot stay packed. Registers are then few, of consumers or of a producer that
+  /// gathers. Other tiles for mma.sync stay as they are stored, and are dequantized in registers.
   static constexpr bool kFeedsAll =
       kDequantizesInFeed &&
       (Kernel::kTransformsCache || (kHasWideWeights && stored_format(kKvForm.dtype).packed != PackedProducts::kBf16) ||
