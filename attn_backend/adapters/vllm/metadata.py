@@ -46,22 +46,23 @@ class SharedAttention(NamedTuple):
     """What layers with one spec share: the Attention that holds each step's plan, and arguments of its runs.
 
     Attributes:
-        spec: the layers' spec, completed by the builder.
+        of_this_step: whether `attention` reads K and V of the step's own tokens, which are in no cache.
         causal, window_left: of views, in causal steps.
         logits_soft_cap: argument of runs; 0 if the variant has it.
-        arguments: the variant's arguments, for plans and runs. ALiBi slopes are missing: each layer adds its
-            own.
+        arguments: the variant's arguments of runs. ALiBi slopes are missing: each layer adds its own.
+        plan_arguments: the variant's arguments of plans.
         context: None if no ranks share KV. Otherwise it has the heads of all ranks, and reads this rank's
             part of the KV. `attention` then reads the step's own tokens; it has no plan if every request has
             one token.
     """
 
-    spec: LayerSpec
+    of_this_step: bool
     causal: bool
     window_left: int
     attention: Attention
     logits_soft_cap: float
-    arguments: dict[str, torch.Tensor | int] | None
+    arguments: dict[str, torch.Tensor | int] | None = None
+    plan_arguments: dict[str, torch.Tensor | int] | None = None
     context: Attention | None = None
 
 
@@ -188,14 +189,19 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             spec = of_layers._replace(has_spans=has_spans, cuts_spans=has_spans and cuts_spans, chunk=chunk)
             if kv_dtype is not None and not spec.of_this_step:
                 spec = spec._replace(kv_dtype=kv_dtype)
+            soft_cap = spec.run_soft_cap
             if self.context_parallel is None:
-                arguments = variant_args_of(spec, spans=self.spans)
-                return SharedAttention(spec, *spec.visibility, make(spec), spec.run_soft_cap, arguments)
+                args = variant_args_of(spec, spans=self.spans)
+                of_plan = None if spec.has_alibi else args
+                attention = make(spec)
+                return SharedAttention(
+                    spec.of_this_step, *spec.visibility, attention, soft_cap, args, of_plan
+                )
             of_all_ranks = spec._replace(num_qo_heads=spec.num_qo_heads * self.context_parallel.size)
             new_tokens = spec._replace(of_this_step=True, kv_dtype=None, token_scales=False, rotation=False)
             context = make(of_all_ranks)
             own = make(new_tokens, cascade=False)
-            return SharedAttention(spec, *spec.visibility, own, spec.run_soft_cap, None, context)
+            return SharedAttention(True, *spec.visibility, own, soft_cap, context=context)
 
         self.shared = outside_memory_pools(lambda: {spec: make_shared(spec) for spec in specs}, device)
         sampler.install(device, vllm_config)
@@ -257,14 +263,13 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
         table = PageTable.block_table(blocks, kv_lens, self.page_size)
         for shared in self.shared.values():
             if not metadata.single_tokens:
-                of_this_step = shared.spec.of_this_step or shared.context is not None
                 view = BSRView(
                     qo_indptr,
-                    PageTable.ragged(qo_indptr) if of_this_step else table,
+                    PageTable.ragged(qo_indptr) if shared.of_this_step else table,
                     causal=shared.causal and metadata.causal,
                     window_left=shared.window_left,
                 )
-                shared.attention.plan(view, variant_args=None if shared.spec.has_alibi else shared.arguments)
+                shared.attention.plan(view, variant_args=shared.plan_arguments)
             if shared.context is not None:
                 shared.context.plan(BSRView(qo_indptr, table, causal=False))
         export_counts(logger)
