@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -156,36 +155,16 @@ def ours(batch: CaseTensors) -> tuple[Launch, Launch]:
 
 def flash_attention_3(batch: CaseTensors) -> Launch:
     """With vLLM's build. Its scheduler metadata is computed beforehand."""
-    package = import_module("vllm.vllm_flash_attn.flash_attn_interface")
-    q, kv = batch.q, batch.kv
-    longest_q, longest_kv = max(batch.case.q_lens), max(batch.case.kv_lens)
-    metadata = package.get_scheduler_metadata(
-        batch_size=batch.kv_lens.shape[0],
-        max_seqlen_q=longest_q,
-        max_seqlen_k=longest_kv,
-        num_heads_q=q.shape[1],
-        num_heads_kv=kv.shape[3],
-        headdim=q.shape[2],
-        cache_seqlens=batch.kv_lens,
-        cu_seqlens_q=batch.qo_indptr,
-        page_size=kv.shape[2],
-        causal=True,
-    )
-    return partial(
-        package.flash_attn_varlen_func,
-        q=q,
-        k=kv[:, 0],
-        v=kv[:, 1],
-        out=q.new_empty(q.shape),
-        cu_seqlens_q=batch.qo_indptr,
-        seqused_k=batch.kv_lens,
-        block_table=batch.block_table,
-        max_seqlen_q=longest_q,
-        max_seqlen_k=longest_kv,
-        softmax_scale=q.shape[2] ** -0.5,
-        causal=True,
-        fa_version=3,
-        scheduler_metadata=metadata,
+    from ..adapters.vllm.compat import flash_attention_3 as launch
+
+    return launch(
+        batch.q,
+        batch.kv,
+        batch.qo_indptr,
+        batch.kv_lens,
+        batch.block_table,
+        max(batch.case.q_lens),
+        max(batch.case.kv_lens),
     )
 
 

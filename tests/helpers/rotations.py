@@ -57,6 +57,12 @@ def rotated_back(x: Tensor) -> Tensor:
     return x.double().cpu() @ matrix(x.shape[-1]).T / block_of(x.shape[-1])
 
 
+def multiplied_query(q: Tensor) -> Tensor:
+    """In float64: the Q that CUDA kernels multiply. They rotate Q, divide it by the block and round it."""
+    block = block_of(q.shape[-1])
+    return rotated_back((rotated(q) / block).to(q.dtype)) * block
+
+
 def spec_of_rotated(spec: cases.Spec) -> cases.Spec:
     """With scores that differ by about 1: stored rows are random numbers, so the rows that they stand for
     have small ones.

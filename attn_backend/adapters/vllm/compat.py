@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import reduce, wraps
+from functools import partial, reduce, wraps
 from importlib import import_module
 from inspect import signature
 from typing import Any, TypeVar
@@ -428,3 +428,50 @@ def outside_memory_pools(make: Callable[[], T], device: torch.device) -> T:
 
     with ThreadPoolExecutor(1, "attn_backend") as thread:
         return thread.submit(make_on_stream).result()
+
+
+def flash_attention_3(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    kv_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    longest_q: int,
+    longest_kv: int,
+) -> Callable[[], torch.Tensor]:
+    """A launch of causal attention over pages by vLLM's build of FlashAttention-3, for `attn-backend bench`.
+
+    Args: q [rows, heads, head_dim], kv [pages, 2, page_size, KV heads, head_dim], the other tensors int32.
+
+    Raises:
+        ImportError: vLLM was built without it.
+    """
+    package = import_module("vllm.vllm_flash_attn.flash_attn_interface")
+    metadata = package.get_scheduler_metadata(
+        batch_size=kv_lens.shape[0],
+        max_seqlen_q=longest_q,
+        max_seqlen_k=longest_kv,
+        num_heads_q=q.shape[1],
+        num_heads_kv=kv.shape[3],
+        headdim=q.shape[2],
+        cache_seqlens=kv_lens,
+        cu_seqlens_q=qo_indptr,
+        page_size=kv.shape[2],
+        causal=True,
+    )
+    return partial(
+        package.flash_attn_varlen_func,
+        q=q,
+        k=kv[:, 0],
+        v=kv[:, 1],
+        out=q.new_empty(q.shape),
+        cu_seqlens_q=qo_indptr,
+        seqused_k=kv_lens,
+        block_table=block_table,
+        max_seqlen_q=longest_q,
+        max_seqlen_k=longest_kv,
+        softmax_scale=q.shape[2] ** -0.5,
+        causal=True,
+        fa_version=3,
+        scheduler_metadata=metadata,
+    )

@@ -14,7 +14,7 @@ import oracle
 import pytest
 import torch
 from float8_cases import E2M1, block_values, e2m1_values, split_int4
-from rotations import rotated, rotated_back
+from rotations import multiplied_query, rotated, rotated_back
 from torch import Tensor
 
 pytest.importorskip("vllm.v1", reason="needs vLLM")
@@ -39,12 +39,13 @@ from vllm_steps import MIXED, TOLERANCE, check, fill_cache, run_layer
 
 from attn_backend.adapters import layers
 from attn_backend.adapters.layers import LayerSpec
+from attn_backend.adapters.vllm import compat
 from attn_backend.adapters.vllm.attention import AttnImpl, token_scaled_view
 from attn_backend.adapters.vllm.backend import AttnBackend, CpuAttnBackend, DiffKvBackend
 from attn_backend.adapters.vllm.compat import STRIDE_ORDERS
 from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder, layer_specs
 from attn_backend.adapters.vllm.mla import MlaBackend
-from attn_backend.adapters.vllm.rules import TOKEN_SCALED_CACHES
+from attn_backend.adapters.vllm.rules import TOKEN_SCALED_CACHES, unsupported_pages
 from attn_backend.metadata.kv_cache import INT4, NVFP4, BlockScales, KVCache, stored_columns
 
 CACHES = list(TOKEN_SCALED_CACHES)
@@ -528,6 +529,8 @@ def test_latents_have_no_such_scales(name: str) -> None:
 @pytest.mark.parametrize("name", CACHES)
 @pytest.mark.usefixtures("vllm_as_it_was")
 def test_on_a_gpu_and_in_a_captured_graph(name: str, head_size: int, memory: str) -> None:
+    if unsupported_pages(name, False, compat.takes_bytes_of_rows()):
+        pytest.skip("this release has no room for its scales")
     batch = make_batch([20, 7, 33], [20, 7, 33])  # all tokens are written again at each replay
     cm = batch.metadata
     cm.query_start_loc, cm.seq_lens, cm.block_table_tensor = (
@@ -558,4 +561,5 @@ def test_on_a_gpu_and_in_a_captured_graph(name: str, head_size: int, memory: str
         k, v = torch.full((2, NUM_PAGES * PAGE, 2, head_size), torch.nan, dtype=torch.bfloat16)
         k[batch.new_slots], v[batch.new_slots] = key.cpu(), value.cpu()
         seen = read_both(impl, on_host, k, v, batch, torch.bfloat16)
-        check(output.cpu(), query.cpu(), batch, *seen)
+        multiplied = multiplied_query(query) if impl.cache_dtype == INT4 else query.cpu()
+        check(output.cpu(), multiplied, batch, *seen, dtype=torch.bfloat16)
