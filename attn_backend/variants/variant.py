@@ -431,7 +431,7 @@ class Variant:
                 must_be = f"a multiple of 16: {what} columns i and i + {name} / 2 together"
                 require(columns % 16 == 0, name, columns, must_be)
             elif pairs.columns is not None:
-                must_be = f"at least {pairs.columns}: {what} so many columns"
+                must_be = f"at least {pairs.columns}, the columns that {what}"
                 require(columns >= pairs.columns, name, columns, must_be)
             else:
                 step = 2 * pairs.distance

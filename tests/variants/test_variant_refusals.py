@@ -540,7 +540,7 @@ def test_transforms_that_do_not_fit() -> None:
             "head_dim / 2 together",
         ),
         (halves, 33, "head_dim is 33, must be a multiple of 16"),
-        (rope, 64, "head_dim is 64, must be at least 96: query() of variant rope takes so many columns"),
+        (rope, 64, "head_dim is 64, must be at least 96, the columns that query() of variant rope takes"),
         (
             apart,
             128,
