@@ -44,7 +44,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         kv_layout: "NHD" or "HND".
         use_cuda_graph: copies plans to the buffers and keeps the workspace in place, so that captured runs
             work with every later plan.
-        use_tensor_cores: no effect, as every kernel uses them.
+        use_tensor_cores: selects no kernel, as all use them. q_len_per_req and fixed_split_size need it.
         paged_kv_indptr_buffer: int32 [batch_size + 1], paged_kv_indices_buffer: int32 [most pages],
             paged_kv_last_page_len_buffer: int32 [batch_size]: buffers for plans if use_cuda_graph.
         backend: "auto", "fa2" or "fa3": equivalent here.

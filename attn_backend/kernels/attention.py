@@ -535,7 +535,7 @@ def tensors_of(view: BSRView) -> Iterator[tuple[str, Tensor]]:
         table.rows,
     )
     for name, tensor in zip(
-        ("qo_indptr", "rows", indices, "kv_indptr", "kv_last_page_len", "kv_lens", "rows"),
+        ("qo_indptr", "rows", indices, "kv_indptr", "kv_last_page_len", "kv_lens", "table.rows"),
         tensors,
         strict=True,
     ):
@@ -754,7 +754,7 @@ class Attention:
 
         self._library = library()
         self._plan_level = by_name("plan_level")
-        self._run = in_order("run", _RUN_ARGUMENTS)
+        self._run = in_order("run", _RUN_ARGUMENTS)  # run.cpp checks, attention.cpp launches
         try:
             self._handle: int = self._library.attention_create(
                 self._config.pack(self._variant), self._config.kernel_files(self._variant)

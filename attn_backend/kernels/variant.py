@@ -4,7 +4,8 @@ functions.
 The way from Python functions to a kernel:
 
 1. `variants/variant.py` has them traced (`tracing.py`) and written as a C++ struct (`cpp.py`).
-2. `AttentionVariant` below asks `jit/manifest.py` for its kernels: their names and sources.
+2. `AttentionVariant` below asks `jit/manifest.py` for its kernels: their names and sources. The
+   constructor of an Attention calls its `files()`.
 3. `jit/cubins.py` finds each kernel or compiles it. Without a compiler, a CPU runs `interpreter.py`.
 """
 

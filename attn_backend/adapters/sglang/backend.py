@@ -253,7 +253,7 @@ class SGLangAttentionBackend(AttentionBackend):
         sinks = self._sinks(layer, extra) if extra else None
         known = self._layers.get(layer) or self._remember(layer)
         planner = known.planner
-        attention = planner.current or self._plan_late(planner)  # before append_kv, which run() relies on
+        attention = planner.current or self._plan_late(planner)  # before append_kv, as after_append says
         q_heads = q.reshape(-1, known.num_qo_heads, known.head_dim if q_rope is None else known.head_dim_v)
         num_rows = q_heads.shape[0]
         out = _output(q, num_rows, known, forward_batch)

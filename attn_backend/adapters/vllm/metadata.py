@@ -189,19 +189,19 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             spec = of_layers._replace(has_spans=has_spans, cuts_spans=has_spans and cuts_spans, chunk=chunk)
             if kv_dtype is not None and not spec.of_this_step:
                 spec = spec._replace(kv_dtype=kv_dtype)
-            soft_cap = spec.run_soft_cap
+            soft_cap, (causal, window_left) = spec.run_soft_cap, spec.visibility
             if self.context_parallel is None:
                 args = variant_args_of(spec, spans=self.spans)
                 of_plan = None if spec.has_alibi else args
                 attention = make(spec)
                 return SharedAttention(
-                    spec.of_this_step, *spec.visibility, attention, soft_cap, args, of_plan
+                    spec.of_this_step, causal, window_left, attention, soft_cap, args, of_plan
                 )
             of_all_ranks = spec._replace(num_qo_heads=spec.num_qo_heads * self.context_parallel.size)
             new_tokens = spec._replace(of_this_step=True, kv_dtype=None, token_scales=False, rotation=False)
             context = make(of_all_ranks)
             own = make(new_tokens, cascade=False)
-            return SharedAttention(True, *spec.visibility, own, soft_cap, context=context)
+            return SharedAttention(True, causal, window_left, own, soft_cap, context=context)
 
         self.shared = outside_memory_pools(lambda: {spec: make_shared(spec) for spec in specs}, device)
         sampler.install(device, vllm_config)
@@ -214,6 +214,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
         fast_build: bool = False,
         **kwargs: Any,
     ) -> AttnMetadata:
+        """Plans a step for every spec. common_prefix_len: not used, plans find shared prefixes."""
         cm = common_attn_metadata
         if not isinstance(cm.causal, bool):
             refuse("batches that mix causal and bidirectional requests")
