@@ -43,9 +43,11 @@ FOUR_BIT_COLUMNS: dict[CacheDtype, int] = {
     dtype: stored.head_columns for dtype, stored in TOKEN_SCALED_FORMATS.items() if stored.head_columns
 }
 _FOUR_BITS_BY_SCALES = {
-    getattr(torch, TOKEN_SCALED_FORMATS[dtype].scales or ""): dtype for dtype in FOUR_BIT_COLUMNS
+    getattr(torch, stored.scales or ""): dtype
+    for dtype, stored in TOKEN_SCALED_FORMATS.items()
+    if stored.has_block_scales
 }
-_BLOCK_DTYPES = tuple(dtype for dtype in _FOUR_BITS_BY_SCALES if dtype != torch.float32)
+_BLOCK_DTYPES = tuple(_FOUR_BITS_BY_SCALES)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, *SCALED_DTYPES, torch.int8)
 _DTYPES_TEXT = "bfloat16, float16, float32, float8_e4m3fn, float8_e5m2 or int8"
 # Rows of MLA latents that include their scales, as in DeepSeek V3.2: 512 e4m3 numbers, 4 float32 scales, 64

@@ -20,10 +20,10 @@ def describe_batch(view: BSRView) -> dict[str, Any]:
         qo_indptr, kv_lens and page_size. Except for ragged K and V also block_table: the pages of each
         request that its length needs and its row of the table has.
     """
-    table, page_size, kv_lens = view.table, view.table.page_size, view.table.lengths().tolist()
-    batch = {"qo_indptr": view.qo_indptr.tolist(), "page_size": page_size, "kv_lens": kv_lens}
+    table, page_size = view.table, view.table.page_size
+    batch: dict[str, Any] = {"qo_indptr": view.qo_indptr.tolist(), "page_size": page_size}
     if table.indices is None:
-        return batch
+        return batch | {"kv_lens": table.lengths().tolist()}
     # Only the batch's part is copied: an engine's table has room for all its requests.
     if table.form == "token_slots":  # a row outside the table becomes its first or last row
         rows = _present(table.rows).clamp(0, table.indices.shape[0] - 1)
@@ -33,10 +33,18 @@ def describe_batch(view: BSRView) -> dict[str, Any]:
     else:
         indices, indptr = table.indices.cpu(), _present(table.indptr).clamp(min=0).tolist()
         entries = [indices[slice(*bounds)] for bounds in pairwise(indptr)]
+    if table.kv_lens is not None:
+        kv_lens = table.kv_lens.tolist()
+    else:  # of the pages that exist, as plan() reads a wrong kv_indptr
+        lasts = _present(table.last_page_len).tolist()
+        kv_lens = [
+            (len(ids) - 1) * page_size + last if len(ids) else 0
+            for ids, last in zip(entries, lasts, strict=True)
+        ]
     pages = [
         ids[: max(-(-kv_len // page_size), 0)].tolist() for ids, kv_len in zip(entries, kv_lens, strict=True)
     ]
-    return batch | {"block_table": pages}
+    return batch | {"kv_lens": kv_lens, "block_table": pages}
 
 
 def check_values(view: BSRView, max_rows: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import math
 import os
 import subprocess
 import sys
@@ -153,7 +154,10 @@ def _is_bfloat16(engine: str, family: str) -> bool:
 
 
 def _rounded_difference(ours: list[Answer], other: list[Answer]) -> float:
-    return max(distance(ours, other) or 0.0, *(apart(*pair) for pair in zip(ours, other, strict=True)))
+    logprobs = distance(ours, other)  # None: all answers differ in their first token
+    return max(
+        math.inf if logprobs is None else logprobs, *(apart(*pair) for pair in zip(ours, other, strict=True))
+    )
 
 
 def main() -> None:

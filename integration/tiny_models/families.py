@@ -88,9 +88,7 @@ class Family:
     kind: str = "generate"
     stock: tuple[str, ...] = ()
     pools_mean: bool = False
-    engines: dict[str, dict[str, Any]] = field(
-        default_factory=lambda: {"vllm": {}, "sglang": {"disable_radix_cache": True}}
-    )
+    engines: dict[str, dict[str, Any]] = field(default_factory=lambda: {"vllm": {}, "sglang": {}})
     images: Images | None = None
     only_gpu: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from integration import other_plugin, start_up
-from integration.engines.base import OURS, STOCK
+from integration.engines.base import OURS, REPOSITORY, STOCK
 from integration.model import Model
 from integration.server import ServerError
 
@@ -44,7 +45,8 @@ def test_lines_about_this_package(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     kept = [
         f"INFO [metrics.py:63] {READY} 0.10 s.",
-        "WARNING It belongs to a.B, not to attn_backend: pass X.",
+        "WARNING It belongs to a.B, not to attn_backend: pass X. Remove attn_backend.",
+        "WARNING attn_backend's counters are not in /metrics",
     ]
     dropped = [
         "INFO model /root/.cache/attn_backend/models/tiny",
@@ -54,7 +56,7 @@ def test_lines_about_this_package(tmp_path: Path) -> None:
         f"INFO attn_backend{' ' * start_up.LONGEST_LINE}",
         f"DEBUG {READY} 0.10 s.",  # of another process
     ]
-    log.write_text("\n".join(["$ serve attn_backend model", kept[0], *dropped, kept[1]]))
+    log.write_text("\n".join(["$ serve attn_backend model", kept[0], *dropped, *kept[1:]]))
     assert start_up.own_lines(log) == kept
     assert start_up.seconds_of_ours(log) == 0.1
 
@@ -62,18 +64,22 @@ def test_lines_about_this_package(tmp_path: Path) -> None:
 def test_a_model_with_its_own_kernels_must_be_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", "known")
-    refuses = True
+    refuses, last_line = True, f"attn_backend was chosen, but {start_up.REFUSAL} 2 attention layers"
 
     def start(given: object, launch: start_up.Launch, log: Path) -> float:
-        log.write_text("$\n")
-        if refuses and launch.environment == {"OTHER_PLUGIN": "layers"}:
+        log.write_text(f"$\n{last_line}\n")
+        environment = dict(launch.environment)
+        assert environment.pop("PYTHONPATH").endswith(f"{os.pathsep}{REPOSITORY}")
+        if refuses and environment == {"OTHER_PLUGIN": "layers"}:
             raise ServerError("the server ended")
         return 1.0
 
     monkeypatch.setattr(start_up, "start_once", start)
     given = start_up.parse_arguments(["--engine", "sglang", "--logs"])
     assert start_up.show_logs(given, MODEL, tmp_path)
+    last_line = "TypeError"
+    assert not start_up.show_logs(given, MODEL, tmp_path)
+    capsys.readouterr()
     refuses = False
     assert not start_up.show_logs(given, MODEL, tmp_path)
     assert "## a model with its own kernels: WRONG" in capsys.readouterr().out

@@ -81,6 +81,22 @@ def test_a_refused_batch_is_refused_again(
         raise ValueError(printed)
 
 
+@pytest.mark.parametrize("indptr", [[0, 5], [0, -1], [-2, 2]])
+def test_a_wrong_kv_indptr_is_written_with_the_lengths_that_a_plan_reads(
+    indptr: list[int], folder: Path, capsys: Capture
+) -> None:
+    ids = torch.tensor([3, 4], dtype=torch.int32)
+    pages = PageTable.csr(torch.tensor(indptr, dtype=torch.int32), ids, torch.tensor([1]), 16)
+    with pytest.raises(ValueError, match=r"kv_indptr\[.\] is "):
+        make().plan(BSRView(torch.tensor([0, 1]), pages))
+    path = only_file(folder)
+    batch = json.loads(path.read_text())
+    assert batch["kv_lens"][0] <= 16 * len(batch["block_table"][0])
+    status, printed = replay(path, capsys)
+    assert status == 0
+    assert "kv_indptr[" in printed
+
+
 def test_a_page_beyond_the_cache_is_found_by_the_run(folder: Path, capsys: Capture) -> None:
     attention = make()
     attention.plan(BSRView(torch.tensor([0, 1, 2]), table([20, 20])))

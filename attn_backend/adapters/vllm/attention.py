@@ -411,7 +411,8 @@ def token_scaled_view(
     def rows_of(part: torch.Tensor) -> torch.Tensor:
         """Elements [blocks, page, heads, columns]; of 4 bits, bytes of two."""
         part = part if isinstance(dtype, str) else part.view(dtype)
-        return part.view(blocks, heads, page, -1).transpose(1, 2)
+        columns = part.shape[1] * part.shape[2] // (heads * page)
+        return part.view(blocks, heads, page, columns).transpose(1, 2)
 
     def scales_of(part: torch.Tensor, factor: float) -> torch.Tensor | BlockScales:
         """Scales [blocks, page, heads], each head's side by side; or BlockScales."""
