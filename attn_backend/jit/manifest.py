@@ -14,7 +14,7 @@ from functools import cache
 from string import Template
 from typing import NamedTuple, Protocol
 
-from ..stored_formats import FORMATS as STORED_FORMATS
+from ..stored_formats import FORMATS
 
 SM90, SM80 = "sm_90a", "sm_80"
 
@@ -114,7 +114,7 @@ class HeadDims(NamedTuple):
             return False
         if kv_element == "latent":
             return self == MLA_HEAD_DIMS
-        step = FORMATS[kv_element].head_columns if kv_element in FORMATS else 0
+        step = FORMATS_BY_ELEMENT[kv_element].head_columns if kv_element in FORMATS_BY_ELEMENT else 0
         if step and any(dim % step for dim in self):
             return False
         return self.runs_on_cuda and not (self.is_wide and kv_element in TOKEN_ELEMENTS)
@@ -157,14 +157,14 @@ STATE_ELEMENTS = {"f32": "Float32State"} | CUDA_ELEMENTS
 ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # keys are torch's names
 # Caches with scales, by their elements (stored_formats.py), which are narrower than Q's, or the same under
 # float8_q. latent: MLA, scales per row. TOKEN_ELEMENTS: with a scale for each token and head, or more.
-FORMATS = {stored.element: stored for stored in STORED_FORMATS}
-CUDA_KV_ELEMENTS = {name: stored.struct for name, stored in FORMATS.items()}
-TOKEN_ELEMENTS = {name: stored.struct for name, stored in FORMATS.items() if stored.scales is not None}
+FORMATS_BY_ELEMENT = {stored.element: stored for stored in FORMATS}
+CUDA_KV_ELEMENTS = {stored.element: stored.struct for stored in FORMATS}
+TOKEN_ELEMENTS = {stored.element: stored.struct for stored in FORMATS if stored.scales is not None}
 DEQUANTIZED_ELEMENTS = {name: struct for name, struct in CUDA_KV_ELEMENTS.items() if name != "latent"}
 # by torch's names
-KV_ELEMENT_NAMES = {stored.dtype: name for name, stored in FORMATS.items() if name not in TOKEN_ELEMENTS}
-TOKEN_ELEMENT_NAMES = {FORMATS[name].dtype: name for name in TOKEN_ELEMENTS}
-FOUR_BIT_NAMES = {dtype: name for dtype, name in TOKEN_ELEMENT_NAMES.items() if FORMATS[name].head_columns}
+KV_ELEMENT_NAMES = {stored.dtype: stored.element for stored in FORMATS if stored.scales is None}
+TOKEN_ELEMENT_NAMES = {stored.dtype: stored.element for stored in FORMATS if stored.scales is not None}
+FOUR_BIT_NAMES = {stored.dtype: stored.element for stored in FORMATS if stored.head_columns}
 CACHE_ELEMENT_NAMES = KV_ELEMENT_NAMES | ELEMENT_NAMES
 STANDARD_VARIANTS = {"standard": "StandardVariant", "sinks": "WithSinks<attn::StandardVariant>"}
 FLOAT8_OUT = "float8_out_"  # prefix, in csrc/, of kernels with 8-bit output
@@ -340,7 +340,7 @@ def append_qkv_name(element: str, kv_element: str | None = None, rotation: bool 
     writes all 8-bit caches, another one all with a scale for each token and head, except for 4 bits.
     rotation: rotates K and V.
     """
-    of_cache = FORMATS[kv_element].append[0] if kv_element in FORMATS else kv_element
+    of_cache = FORMATS_BY_ELEMENT[kv_element].append[0] if kv_element in FORMATS_BY_ELEMENT else kv_element
     return f"append_qkv_{element}{f'_{of_cache}' if of_cache else ''}{ROTATED if rotation else ''}"
 
 
@@ -675,19 +675,23 @@ def shape_of(name: str) -> KernelShape | None:
     )
 
 
+def shipped_appends() -> list[tuple[str | None, bool]]:
+    """The caches (kv_element, rotation) whose append kernels are built ahead of time: one for each kernel."""
+    of_tokens = {FORMATS_BY_ELEMENT[element].append[0]: element for element in SHIPPED_TOKEN_ELEMENTS}
+    return [(element, element in SHIPPED_ROTATED) for element in (None, "e4m3", *of_tokens.values())]
+
+
 def late_append(name: str) -> tuple[str, str | None, bool] | None:
     """The arguments of append_qkv_name() that give this name, if it is an append kernel that is not built
     ahead of time; otherwise None.
     """
-    of_caches = (None, "e4m3", *TOKEN_ELEMENTS, *CUDA_ELEMENTS)
+    if name in {append_qkv_name(element, *of) for element in CUDA_ELEMENTS for of in shipped_appends()}:
+        return None
     made = (
         (element, of_cache if of_cache != element else None, rotation)
         for element in CUDA_ELEMENTS
-        for of_cache in of_caches
+        for of_cache in (None, "e4m3", *TOKEN_ELEMENTS, *CUDA_ELEMENTS)
         for rotation in (False, True)
-        if rotation != (of_cache in SHIPPED_ROTATED)
-        or (of_cache in TOKEN_ELEMENTS and of_cache not in SHIPPED_TOKEN_ELEMENTS)
-        or (of_cache in CUDA_ELEMENTS and of_cache != element)
     )
     return next((arguments for arguments in made if append_qkv_name(*arguments) == name), None)
 
@@ -766,7 +770,9 @@ def append_qkv_kernel(element: str, kv_element: str | None = None, rotation: boo
         element=CUDA_ELEMENTS[element],
         cache_element=CUDA_ELEMENTS.get(kv_element or "", CUDA_ELEMENTS[element]),
         rotates=str(rotation).lower(),
-        quantizer=FORMATS[kv_element].append[1] if kv_element in FORMATS else "Elements16Bits",
+        quantizer=FORMATS_BY_ELEMENT[kv_element].append[1]
+        if kv_element in FORMATS_BY_ELEMENT
+        else "Elements16Bits",
     )
     text += '#include "cache/append_rounded.cu"\n' if has_scales and not rotation else ""
     return Kernel(append_qkv_name(element, kv_element, rotation), ARCHS, text)
@@ -780,9 +786,9 @@ def _all() -> tuple[Kernel, ...]:
         Kernel("append_latent", ARCHS, '#include "cache/append_latent.cu"\n'),
         Kernel("selected_slots", ARCHS, '#include "planner/device/selection.cu"\n'),
         *(
-            append_qkv_kernel(element, kv_element, rotation=kv_element in SHIPPED_ROTATED)
+            append_qkv_kernel(element, kv_element, rotation)
             for element in CUDA_ELEMENTS
-            for kv_element in (None, "e4m3", "int8_tokens", "int4_tokens")
+            for kv_element, rotation in shipped_appends()
         ),
         *(
             Kernel(dequantize_name(element, stored), (SM90,), dequantize_source(element, stored))

@@ -141,6 +141,27 @@ def test_names_say_what_kernels_are_for() -> None:
         assert manifest.source_of(nothing, "sm_80") is None
 
 
+@pytest.mark.parametrize("also", [(), ("nvfp4",), ("nvfp4", "mxfp4")])
+def test_every_append_kernel_is_shipped_or_late(
+    also: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = (*manifest.SHIPPED_TOKEN_ELEMENTS, *also)
+    monkeypatch.setattr(manifest, "SHIPPED_TOKEN_ELEMENTS", shipped)
+    built = [kernel.name for kernel in manifest._all.__wrapped__() if kernel.name.startswith("append_qkv_")]
+    assert len(built) == len(set(built))
+    for element in manifest.CUDA_ELEMENTS:
+        for stored in manifest.FORMATS:
+            names = [
+                manifest.append_qkv_name(element, stored.element, rotation) for rotation in (False, True)
+            ]
+            assert [name in built for name in names] == [manifest.late_append(name) is None for name in names]
+            is_shipped = stored.append[0] != "fp4" or len(also) > 0
+            assert [name in built for name in names] == [
+                is_shipped and stored.element not in manifest.SHIPPED_ROTATED,
+                is_shipped and stored.element in manifest.SHIPPED_ROTATED,
+            ]
+
+
 def test_arch_of_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ATTN_BACKEND_ARCH", raising=False)
     assert cubins.arch_of((9, 0)) == "sm_90a"
