@@ -42,12 +42,12 @@ TOKEN_SCALED_DTYPES: tuple[CacheDtype, ...] = tuple(TOKEN_SCALED_FORMATS)
 FOUR_BIT_COLUMNS: dict[CacheDtype, int] = {
     dtype: stored.head_columns for dtype, stored in TOKEN_SCALED_FORMATS.items() if stored.head_columns
 }
+# Their bytes are uint8: the dtype of their scales tells them apart.
 _FOUR_BITS_BY_SCALES = {
-    getattr(torch, stored.scales or ""): dtype
-    for dtype, stored in TOKEN_SCALED_FORMATS.items()
-    if stored.has_block_scales
+    getattr(torch, TOKEN_SCALED_FORMATS[dtype].scales or ""): dtype for dtype in FOUR_BIT_COLUMNS
 }
-_BLOCK_DTYPES = tuple(_FOUR_BITS_BY_SCALES)
+assert len(_FOUR_BITS_BY_SCALES) == len(FOUR_BIT_COLUMNS), "4-bit types whose scales have the same dtype"
+_BLOCK_DTYPES = tuple(dtype for dtype in _FOUR_BITS_BY_SCALES if dtype != torch.float32)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, *SCALED_DTYPES, torch.int8)
 _DTYPES_TEXT = "bfloat16, float16, float32, float8_e4m3fn, float8_e5m2 or int8"
 # Rows of MLA latents that include their scales, as in DeepSeek V3.2: 512 e4m3 numbers, 4 float32 scales, 64
@@ -303,14 +303,13 @@ class KVCache:
 
     @property
     def stored_dtype(self) -> CacheDtype:
-        """The dtype; INT4, NVFP4 or MXFP4 of 4-bit caches, whose bytes are uint8. `Attention` takes it as
+        """The dtype; one of FourBitDtype of 4-bit caches, whose bytes are uint8. `Attention` takes it as
         kv_dtype.
         """
         if self.dtype != torch.uint8 or not self.has_token_scales:
             return self.dtype
-        if not isinstance(self.k_scale, BlockScales):
-            return INT4
-        return _FOUR_BITS_BY_SCALES.get(self.k_scale.blocks.dtype, NVFP4)
+        scales = self.k_scale.blocks.dtype if isinstance(self.k_scale, BlockScales) else torch.float32
+        return _FOUR_BITS_BY_SCALES.get(scales, NVFP4)  # the checks refuse other dtypes of scales
 
     @property
     def device(self) -> torch.device:
@@ -390,7 +389,7 @@ class KVCache:
                 if scale.ndim > 2
                 else scale.numel() == 1 or scale.shape[-1:] == (heads,) or scale.shape[1:] == (1,)
             )
-            if not is_right and self.stored_dtype in (torch.int8, INT4):
+            if not is_right and has_token_scales and self.stored_dtype not in SCALED_DTYPES:
                 refuse(name, scale, self._form_of_token_scales)
             if not is_right or (scale.numel() == 0 and scale.ndim < 3):
                 refuse(

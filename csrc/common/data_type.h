@@ -18,7 +18,8 @@ enum class DataType : int32_t {
   kMxFp4   // e2m1
 };
 
-/// TokenScales of a type: a number for each token and head, or one for each kScaleColumns columns of these.
+/// TokenScales of a type: a number for each token and head; after kFloat32, one for each kScaleColumns columns of
+/// these.
 enum class ScaleType : int32_t { kNone, kFloat32, kE4M3, kE8M0 };
 constexpr int32_t kScaleColumns = 16;
 
@@ -30,6 +31,7 @@ struct StoredFormat {
   int32_t bits;                               // of 4, a byte has two columns
   ScaleType token_scales = ScaleType::kNone;  // that caches always have; 8-bit floats may have kFloat32
   PackedProducts packed = PackedProducts::kNone;
+  bool has_factor = false;  // of all scales of blocks
 };
 
 constexpr int32_t kNumDataTypes = static_cast<int32_t>(DataType::kMxFp4) + 1;
@@ -45,15 +47,15 @@ ATTN_HD constexpr StoredFormat stored_format(DataType dtype) {
       {"kScaledLatent", 8},
       {"kInt8", 8, ScaleType::kFloat32},
       {"kInt4", 4, ScaleType::kFloat32, PackedProducts::kF16},
-      {"kNvFp4", 4, ScaleType::kE4M3, PackedProducts::kF16},
+      {"kNvFp4", 4, ScaleType::kE4M3, PackedProducts::kF16, true},
       {"kMxFp4", 4, ScaleType::kE8M0, PackedProducts::kBf16},
   };
   static_assert(sizeof(kFormats) / sizeof(kFormats[0]) == kNumDataTypes, "one for each type");
   return kFormats[static_cast<int32_t>(dtype)];
 }
 
-/// Types whose numbers are multiplied by scales: of a cache, and of Q and O used with it. They are stored in bytes.
-ATTN_HD constexpr bool has_8_bits(DataType dtype) { return stored_format(dtype).bits <= 8; }
+/// Types of 8 or 4 bits, whose numbers are multiplied by scales: of a cache, and of Q and O used with it.
+ATTN_HD constexpr bool is_in_bytes(DataType dtype) { return stored_format(dtype).bits <= 8; }
 
 /// Types with two columns in a byte.
 ATTN_HD constexpr bool has_4_bits(DataType dtype) { return stored_format(dtype).bits == 4; }

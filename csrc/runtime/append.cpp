@@ -114,18 +114,16 @@ void set_scales(const char* name, const AnyView& given, const TensorView& cache,
 }
 
 /// The element type of a cache that heads of `dtype` are written to: of 8 bits or less, or of 16 if these are; else
-/// `dtype`. `scale`: K's, which tells bytes with two columns apart.
+/// `dtype`. `scale`: K's, whose dtype tells 4-bit types apart (scales_tell_4_bit_types_apart()).
 DataType cache_dtype(const TensorView& cache, const AnyView& scale, DataType dtype) {
   const std::optional<TensorView> scales = scale == nullptr ? std::nullopt : scale.try_cast<TensorView>();
-  const ScaleType of_4_bits = !scales || scales->ndim() != 4 ? ScaleType::kFloat32
-                              : scales->dtype() == kUInt8    ? ScaleType::kE8M0
-                                                             : ScaleType::kE4M3;
+  const DLDataType of_4_bits = scales && scales->ndim() == 4 ? scales->dtype() : kFloat32;
   for (int32_t i = 0; i < kNumDataTypes; ++i) {
     const DataType stored = static_cast<DataType>(i);
     const StoredFormat format = stored_format(stored);
     if (cache.dtype() != dl_dtype(stored) || stored == DataType::kScaledLatent) continue;
     if (format.bits == 32 || (format.bits == 16 && dtype == DataType::kFloat32)) continue;
-    if (format.bits != 4 || format.token_scales == of_4_bits) return stored;
+    if (format.bits != 4 || dl_dtype(format.token_scales) == of_4_bits) return stored;
   }
   return dtype;
 }

@@ -121,7 +121,7 @@ inline void check_shape(const char* name, const TensorView& tensor, std::initial
   refuse(std::string(name) + ".shape", shape_of(tensor), must + "]");
 }
 
-inline DLDataType dl_dtype(DataType dtype) {
+constexpr DLDataType dl_dtype(DataType dtype) {
   switch (dtype) {
     case DataType::kFloat32:
       return kFloat32;
@@ -140,9 +140,31 @@ inline DLDataType dl_dtype(DataType dtype) {
   }
 }
 
-inline DLDataType dl_dtype(ScaleType scales) {
-  return scales == ScaleType::kE4M3 ? dl_dtype(DataType::kFloat8E4M3) : scales == ScaleType::kE8M0 ? kUInt8 : kFloat32;
+constexpr DLDataType dl_dtype(ScaleType scales) {
+  switch (scales) {
+    case ScaleType::kE4M3:
+      return dl_dtype(DataType::kFloat8E4M3);
+    case ScaleType::kE8M0:
+      return kUInt8;
+    case ScaleType::kNone:
+    case ScaleType::kFloat32:
+      break;
+  }
+  return kFloat32;
 }
+
+/// Elements of all 4-bit caches are bytes. The dtype of its scales tells which type a cache has.
+constexpr bool scales_tell_4_bit_types_apart() {
+  for (int32_t i = 0; i < kNumDataTypes; ++i) {
+    for (int32_t j = 0; j < i; ++j) {
+      const DataType a = static_cast<DataType>(i), b = static_cast<DataType>(j);
+      const DLDataType of_a = dl_dtype(stored_format(a).token_scales), of_b = dl_dtype(stored_format(b).token_scales);
+      if (has_4_bits(a) && has_4_bits(b) && of_a.code == of_b.code && of_a.bits == of_b.bits) return false;
+    }
+  }
+  return true;
+}
+static_assert(scales_tell_4_bit_types_apart(), "4-bit types whose scales have the same dtype");
 
 /// The one of `known` that a dtype is, if it is one of them.
 inline std::optional<DataType> find_dtype(DLDataType dtype, std::initializer_list<DataType> known) {
@@ -301,13 +323,13 @@ inline TokenScales checked_token_scales(const char* name, const AnyView& given, 
   return TokenScales{kv_tensor(*scales)};
 }
 
-/// A factor of all scales of blocks; None: 1. `dtype`: of the cache. Powers of 2 have none.
+/// A factor of all scales of blocks; None: 1. `dtype`: of the cache.
 inline float checked_factor(const char* name, const tvm::ffi::Optional<double>& given, DataType dtype) {
   const double factor = given.value_or(1.0);
   constexpr double kMaxFloat = 3.4028234663852886e38;
   const bool is_right = static_cast<float>(factor) > 0.0f && factor <= kMaxFloat;
   if (!is_right) refuse(name, factor, "above 0 and finite");
-  if (stored_format(dtype).token_scales == ScaleType::kE8M0 && factor != 1.0)
+  if (has_block_scales(dtype) && !stored_format(dtype).has_factor && factor != 1.0)
     refuse(name, factor, "1: scales that are powers of 2 have none");
   return static_cast<float>(factor);
 }

@@ -1,4 +1,6 @@
-"""docs/internals/add_format.md lists the files that name a format of the cache."""
+"""docs/internals/add_format.md lists the files whose code names a format of the cache. Docstrings, comments
+and tests are not searched.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from attn_backend.metadata import kv_cache
 from attn_backend.stored_formats import FORMATS, StoredFormat
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,10 +39,15 @@ def sources() -> Iterator[Path]:
         yield from (path for path in sorted((ROOT / folder).rglob("*")) if path.suffix in suffixes)
 
 
+def names_of(stored: StoredFormat) -> re.Pattern[str]:
+    constants = [name for name, value in vars(kv_cache).items() if name.isupper() and value == stored.dtype]
+    assert len(constants) == 1
+    return re.compile(rf"\b(k?{stored.struct}|{stored.dtype}|{stored.element}|{constants[0]})\b")
+
+
 @pytest.mark.parametrize("stored", FOUR_BITS, ids=lambda stored: stored.dtype)
 def test_files_that_name_a_format(stored: StoredFormat) -> None:
-    dtype, element, struct = stored[:3]
-    names = re.compile(rf"\b(k?{struct}|{dtype}|{element}|{dtype.upper()})\b")
+    names = names_of(stored)
     files = [str(path.relative_to(ROOT)) for path in sources() if names.search(code_of(path))]
     missing = [file for file in files if not file.startswith(ELSEWHERE) and f"`{file}`" not in PAGE]
     assert missing == [], "files that name a format, but are not on the page"
