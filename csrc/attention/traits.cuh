@@ -21,13 +21,13 @@ struct Traits {
   using OutElement = OutElement_;
   using Shape = Shape_;
   using Variant = Variant_;
-  static constexpr bool kIsOf8Bits = !is_same<Element, StoredElement>;
+  static constexpr bool kIsQuantized = !is_same<Element, StoredElement>;
   static constexpr KvForm kKvForm{StoredElement::kBytes, false, Variant::kHasTokenScales, StoredElement::kType,
                                   is_same<Element, BFloat16>};
   /// The products take Q, K and V of one type: 8-bit elements of a cache are dequantized between KV tile and product;
   /// with wide heads, between cache and KV tile. On Hopper the producer may dequantize KV tiles (sm90/traits.cuh).
-  static constexpr bool kDequantizesOnLoad = kIsOf8Bits && is_wide(Shape::kDims);
-  static constexpr bool kDequantizes = kIsOf8Bits && !kDequantizesOnLoad;
+  static constexpr bool kDequantizesOnLoad = kIsQuantized && is_wide(Shape::kDims);
+  static constexpr bool kDequantizes = kIsQuantized && !kDequantizesOnLoad;
   static constexpr bool kIsLatent = is_latent(Shape::kDims);  // Q may be two tensors
   static constexpr bool kTransformsCache = VariantHooks<Variant>::kKey || VariantHooks<Variant>::kValue;
   /// Rows that a variant transforms, or that have scales, are dequantized in shared memory first; mma.sync then
@@ -37,15 +37,15 @@ struct Traits {
   using KvElement = typename Conditional<kDequantizesOnLoad, Element, StoredElement>::Type;  // of KV tiles
   /// The loader also multiplies by a scale, one for K and V: V lies in K's bytes.
   static constexpr bool kLoadsScaled = Variant::kLoadsScaled;
-  static_assert(kIsOf8Bits == (Variant::kHasScales || kLoadsScaled || Variant::kHasTokenScales) &&
+  static_assert(kIsQuantized == (Variant::kHasScales || kLoadsScaled || Variant::kHasTokenScales) &&
                     (kDequantizesOnLoad || !kLoadsScaled) && (kDequantizes || !Variant::kHasTokenScales) &&
-                    StoredElement::kBytes == (kIsOf8Bits ? 1 : Element::kBytes),
-                "a cache of another type has 8-bit elements, which have scales");
+                    StoredElement::kBytes == (kIsQuantized ? 1 : Element::kBytes),
+                "a cache of another type has elements of 8 or 4 bits, which have scales");
   static_assert(kLoadsScaled || !is_same<StoredElement, ScaledLatent>, "rows of latents");
   static constexpr bool kHasFloat8Query = QElement::kBytes == 1;
   /// Q of another 16-bit type than the cache becomes Element before it is multiplied: it is read once for many tokens.
   static constexpr bool kConvertsQuery = !kHasFloat8Query && !is_same<Element, QElement>;
-  static_assert(!kConvertsQuery || !kIsOf8Bits, "Element is then the cache's");
+  static_assert(!kConvertsQuery || !kIsQuantized, "Element is then the cache's");
   static_assert(kHasFloat8Query == Variant::kHasQueryScale && (!kHasFloat8Query || is_same<QElement, KvElement>),
                 "Q of 8 bits has the type of the cache, and a scale");
   static_assert(!Variant::kRotates ||

@@ -107,7 +107,7 @@ ATTN_HD QkvKernel kernel_for(const QkvParams& p) {
     return address(rows.data) | static_cast<uint64_t>((rows.token_stride | rows.head_stride) * 2);
   };
   // Rows of an 8-bit cache are moved 8 bytes at a time, all others 16.
-  const uint64_t cache_address_scale = has_8_bits(p.scales.element) ? 2 : 1;
+  const uint64_t cache_address_scale = is_in_bytes(p.scales.element) ? 2 : 1;
   const auto cache_bits = [&](const KvTensor& cache) {
     return address(cache.data) * cache_address_scale |
            static_cast<uint64_t>((cache.page_stride | cache.token_stride | cache.head_stride) * 2);
@@ -120,7 +120,7 @@ ATTN_HD QkvKernel kernel_for(const QkvParams& p) {
   const bool is_aligned = bits % 16 == 0 && p.head_dim % 16 == 0 && p.rotary_dim % 16 == 0;
   if (!is_aligned || p.rotary == RotaryTable::kFrequencies) return QkvKernel::kGeneral;
   if (p.q_norm != nullptr || p.k_norm != nullptr) return QkvKernel::kNormed;
-  const bool is_only_rounded = p.num_qo_heads == 0 && p.rotary == RotaryTable::kNone && has_8_bits(p.scales.element) &&
+  const bool is_only_rounded = p.num_qo_heads == 0 && p.rotary == RotaryTable::kNone && is_in_bytes(p.scales.element) &&
                                !p.k_token_scales.exist() && p.rotates_rows == 0;
   return is_only_rounded ? QkvKernel::kRounded : QkvKernel::kPlain;
 }

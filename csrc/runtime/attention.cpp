@@ -183,7 +183,7 @@ void Attention::load_output_kernels(const KernelFiles& files, const std::string&
   if (design_.prefetches_code) kernels.merge_code = driver::find_code(kernels.merge);
   for (int32_t i = 0; i < kMaxDesignKernels && design_.kernels[i] != nullptr; ++i) {
     const std::string name = prefix + design_.kernels[i];
-    const bool widens_on_load = is_wide(config_.dims()) && has_8_bits(config_.kv_dtype);  // in one kernel
+    const bool widens_on_load = is_wide(config_.dims()) && is_in_bytes(config_.kv_dtype);  // in one kernel
     const bool comes_later = i > 0 && (config_.has_variant || widens_on_load) && files.count(name) == 0;
     if (!comes_later) load_attention_kernel(kernels, i, file_of(files, name));
   }
@@ -206,7 +206,7 @@ void Attention::load_kernel(const std::string& kernel, const std::string& file) 
 
 void Attention::set_variant_params(const void* params, size_t bytes) {
   const std::lock_guard<Attention> in_use(*this);
-  const size_t room = VariantParams::kBytes - (has_8_bits(config_.kv_dtype) ? kScalesBytes : 0);
+  const size_t room = VariantParams::kBytes - (is_in_bytes(config_.kv_dtype) ? kScalesBytes : 0);
   if (!config_.has_variant || bytes > room)
     refuse("bytes of the variant's Params", bytes,
            "at most " + std::to_string(room) + " with this kv_dtype, and there must be a variant");
@@ -394,7 +394,7 @@ void Attention::dequantize(const AttentionParams& params, const AttentionTokenSc
 
 uint32_t Attention::run(LatentAttentionParams params, const AttentionScales& scales,
                         const AttentionTokenScales& token_scales, driver::Stream stream) {
-  const bool has_scales = has_8_bits(config_.kv_dtype);
+  const bool has_scales = is_in_bytes(config_.kv_dtype);
   params.schedule = schedule_;
   params.partial_o = partial_o_;
   params.partial_lse = partial_lse_;

@@ -27,7 +27,7 @@ struct AttentionConfig {
   int32_t head_dim_v;  // of V and O
   DataType dtype;      // of O, unless it is of 8 bits
   DataType q_dtype;    // of Q: dtype, or kv_dtype of 8 bits
-  DataType kv_dtype;   // of the cache: dtype, the other 16-bit type, or of 8 bits
+  DataType kv_dtype;   // of the cache: dtype, the other 16-bit type, or one of is_in_bytes()
   int32_t max_rows;
   int32_t max_groups;  // row groups of one level
   int32_t max_levels;  // of a composition

@@ -194,7 +194,7 @@ std::string text_of(const TensorOrNumber& scale) { return scale.tensor ? "a tens
 KvScale checked_q_scale(const AnyView& given, const Attention& attention) {
   const AttentionConfig& config = attention.config();
   const TensorOrNumber scale("q_scale", given, 1.0);
-  if (!has_8_bits(config.q_dtype) && (scale.tensor || scale.number != 1.0))
+  if (!is_in_bytes(config.q_dtype) && (scale.tensor || scale.number != 1.0))
     refuse("q_scale", text_of(scale), "None: q is not of 8 bits");
   const KvScale made = kv_scale("q_scale", given, config.dl_device(), config.num_kv_heads);
   if (scale.tensor && made.is_of_requests())
@@ -347,7 +347,7 @@ int64_t run(const RunArguments& given) {
   const AttentionScales scales{checked_scale("kv.k_scale", given.k_scale, attention),
                                checked_scale("kv.v_scale", given.v_scale, attention),
                                checked_q_scale(given.q_scale, attention), config.kv_dtype, config.q_dtype};
-  if (config.on_cuda && has_8_bits(config.kv_dtype) && is_latent(config.dims()))
+  if (config.on_cuda && is_in_bytes(config.kv_dtype) && is_latent(config.dims()))
     check_scaled_on_load(params, attention.planned_page_size(), config.num_kv_heads, scales);
   if (params.num_rows == 0) return 0;  // every row of the plan is beyond q's
   if (has_slots)

@@ -40,7 +40,7 @@ void append_all() {
     });
   else if (launched.k_token_scales.exist())
     attn::append_qkv<Element, kKernel, attn::ByteQuantizer, Element, kRotates>(launched);
-  else if (attn::has_8_bits(launched.scales.element))
+  else if (attn::is_in_bytes(launched.scales.element))
     attn::append_qkv<Element, kKernel, attn::GivenScales, Element, kRotates>(launched);
   else if (launched.scales.element == (kIsBf16 ? attn::DataType::kFloat16 : attn::DataType::kBFloat16))
     attn::append_qkv<Element, kKernel, attn::Elements16Bits, Other, kRotates>(launched);

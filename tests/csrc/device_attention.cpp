@@ -128,7 +128,7 @@ void run_dequantize(const AttentionParams& params, const AttentionTokenScales& s
 void run_attention(const ScheduleConfig& config, PassedAttention& passed, uint32_t seed) {
   constexpr KernelDesign design = DESIGN::kDesign;
   LatentAttentionParams params = launched_merge;
-  if (has_8_bits(static_cast<DataType>(passed.kv_dtype))) {  // the variant's Params after the scales
+  if (is_in_bytes(static_cast<DataType>(passed.kv_dtype))) {  // the variant's Params after the scales
     std::memcpy(params.variant.bytes, &passed.scales, sizeof(passed.scales));
     std::memcpy(params.variant.bytes + kScalesBytes, launched_merge.variant.bytes,
                 VariantParams::kBytes - kScalesBytes);

@@ -117,7 +117,7 @@ Kernels load_variant(const char* file) {
 
 void run_attention(const LatentAttentionParams& given, const AttentionTokenScales& token_scales, DataType dtype,
                    DataType kv_dtype, HeadDims dims, bool rotates, const Kernels* variant_kernels) {
-  const bool widens = has_8_bits(kv_dtype);
+  const bool widens = is_in_bytes(kv_dtype);
   const CpuAttentionParams params{given, !widens && kv_dtype != dtype, token_scales, rotates};
   const Kernels kernels =
       variant_kernels != nullptr ? *variant_kernels : choose_kernels(widens ? dtype : kv_dtype, widens, dims);

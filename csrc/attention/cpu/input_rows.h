@@ -190,7 +190,7 @@ struct QueryRows {
   const Element* columns_of(const QueryPart& part, const PackedRow& place, int columns, Element* made) const {
     const int64_t element = place.row * part.row_stride + place.qo_head * part.head_stride;
     if constexpr (Variant::kHasScales) {
-      if (has_8_bits(variant.scales.q_element)) {
+      if (is_in_bytes(variant.scales.q_element)) {
         const uint8_t* const bytes = static_cast<const uint8_t*>(part.data) + element;
         Rows::widen_row(bytes, variant.scales.q_element, columns, made);
         return made;

@@ -379,7 +379,7 @@ __device__ __forceinline__ void attention(const ParamsOf<Traits>& params) {
   if (cursor.done()) return;
   // A wider output leaves no register for sinks and a second path.
   constexpr bool kHasRoom = !Traits::Variant::kHasSinks || leaves_registers(Traits::Shape::kV);
-  if constexpr (Traits::Variant::kReadsRows || !kHasRoom || Traits::kIsOf8Bits) {
+  if constexpr (Traits::Variant::kReadsRows || !kHasRoom || Traits::kIsQuantized) {
     run_interval<Traits, true>(params, cursor);  // one for all schedules: compiled in a third of the time
   } else if (__builtin_expect(cursor.now.flags & kIsPlain, 1)) {
     run_interval<Traits, false>(params, cursor);

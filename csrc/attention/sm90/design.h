@@ -191,7 +191,7 @@ inline int32_t make_arguments(const LatentAttentionParams& params, const LaunchC
                                  params.o_head_stride, kWarpRows, tma.o);
   tma.has_one_row_map = encode_q(params.group_size.divisor, tma.q_row, tma.q_rope_row);
   tma.v_is_k = v_is_in_k(params.k, params.v, params.num_pages, params.page_size.divisor, params.num_kv_heads);
-  const bool widens_on_load = is_wide(context.dims) && has_8_bits(context.kv_dtype);
+  const bool widens_on_load = is_wide(context.dims) && is_in_bytes(context.kv_dtype);
   if (!widens_on_load) encode_caches(context, tma);
   tma.has_dequantized = context.dequantized.rows > 0;
   if (tma.has_dequantized) encode_dequantized(context, tma);
