@@ -4,7 +4,7 @@
 //
 // One warpgroup loads Q, K and V (producer.cuh) into rings in shared memory (shared_memory.cuh). Two or three consumer
 // warpgroups compute, with one file for each regime:
-// - decode.cuh: row tiles of 16 rows; packed_decode.cuh over 4-bit caches
+// - decode.cuh: row tiles of 16 rows; packed_decode.cuh over tiles of 4-bit caches that stay packed (kTakesPacked)
 // - prefill.cuh: row tiles of 32 rows and more; float8_prefill.cuh where Q has 8 bits, too
 // - wide.cuh: wide heads and latents, row tiles of all sizes
 //

@@ -2,9 +2,9 @@
 // takes every other one, and a warpgroup's four warps share its tokens. The states of all eight warps merge in shared
 // memory at the end.
 //
-// Over an 8-bit cache, a warp dequantizes its tokens in registers. TokenScales multiply scores and probabilities. If a
-// variant transforms K or V, or blocks of columns have scales, the producer has dequantized K and V in the ring
-// (dequantizer.cuh). The warp transforms and multiplies them there.
+// Over an 8-bit cache, a warp dequantizes its tokens in registers. TokenScales multiply scores and probabilities. Where
+// kFeedsAll holds (traits.cuh), the producer has dequantized the tiles in the ring (dequantizer.cuh). The warp transforms
+// and multiplies them there. Other tiles of 4-bit caches are packed_decode.cuh's.
 #pragma once
 
 #include "attention/sm90/consumer.cuh"
