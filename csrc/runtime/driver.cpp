@@ -245,7 +245,7 @@ int32_t max_shared_bytes(int32_t device) { return device_attribute(device, kMaxS
 
 /// CU_TENSOR_MAP_DATA_TYPE_*. 8-bit numbers are bytes to TMA.
 static int tensor_map_type(DataType dtype) {
-  if (is_in_bytes(dtype)) return 0;                                                // UINT8
+  if (is_in_bytes(dtype)) return 0;                                               // UINT8
   return dtype == DataType::kBFloat16 ? 9 : dtype == DataType::kFloat32 ? 7 : 6;  // BFLOAT16, FLOAT32, FLOAT16
 }
 

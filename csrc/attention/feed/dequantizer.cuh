@@ -9,8 +9,8 @@
 //
 // Tiles of long row groups have been dequantized before (dequantized_kv.h), and are only loaded.
 //
-// Where kFeedsAll does not hold (a member of Traits), row tiles of 16 rows take tiles as they are stored, and dequantize
-// them in registers. These tiles take one stage.
+// Where kFeedsAll does not hold (a member of Traits), row tiles of 16 rows take tiles as they are stored, and
+// dequantize them in registers. These tiles take one stage.
 #pragma once
 
 #include "attention/feed/kv_copiers.cuh"

@@ -3,8 +3,8 @@
 // memory at the end.
 //
 // Over an 8-bit cache, a warp dequantizes its tokens in registers. TokenScales multiply scores and probabilities. Where
-// kFeedsAll holds (traits.cuh), the producer has dequantized the tiles in the ring (dequantizer.cuh). The warp transforms
-// and multiplies them there. Other tiles of 4-bit caches are packed_decode.cuh's.
+// kFeedsAll holds (traits.cuh), the producer has dequantized the tiles in the ring (dequantizer.cuh). The warp
+// transforms and multiplies them there. Other tiles of 4-bit caches are packed_decode.cuh's.
 #pragma once
 
 #include "attention/sm90/consumer.cuh"
