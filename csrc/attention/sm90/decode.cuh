@@ -34,12 +34,12 @@ struct Decode {
   static constexpr bool kRewritesQuery = Traits::kRewritesQuery;
   // 8-bit caches without transforms.
   static constexpr bool kDequantizesInRegisters = Traits::kDequantizesInRegisters;
-  // Caches with a scale for each token and head.
-  static constexpr bool kHasTokenScales = Traits::kSharesTokenScales;
+  // Scales of tokens multiply scores and probabilities. Tiles that the producer has dequantized need none.
+  static constexpr bool kScalesInShared = Traits::kScalesInShared;
   // int8 caches, if registers hold Q.
   static constexpr bool kMultipliesIntegers = kDequantizesInRegisters && is_same<typename Traits::KvElement, Int8> &&
                                               leaves_registers(max_of(Traits::Shape::kQkMultiplied, Traits::kVColumns));
-  static constexpr bool kMayKeepSums = !kHasTokenScales || Traits::Shape::kQk <= 64;  // registers are few
+  static constexpr bool kMayKeepSums = !kScalesInShared || Traits::Shape::kQk <= 64;  // registers are few
   static constexpr bool kSharesTiles = SharedMemory<Traits>::kParts == 2;  // KV tiles of 128 tokens: narrow heads
   using Keys = typename Conditional<kDequantizesInRegisters, KTile<Traits>, WgmmaKTile<Traits>>::Type;
   using Values = typename Conditional<kDequantizesInRegisters, VTile<Traits>, WgmmaVTile<Traits>>::Type;
@@ -48,6 +48,7 @@ struct Decode {
   using State = WarpState<typename Conditional<kDequantizesInRegisters, typename Held::Multiplied, Element>::Type,
                           Traits::kVColumns, 1>;
   static constexpr int kQkColumns = Traits::Shape::kQkMultiplied;
+  // A dequantized tile may take two stages. Consumers wait for the first, and only free the second.
   static constexpr int kTileParts = kDequantizesInRegisters ? Shared::kParts : Shared::kTileParts;
   static constexpr bool kHasSecondStage = kTileParts > Shared::kParts;
   static_assert(!Traits::kTuning.has_third_consumer || Shared::kTileParts == Shared::kParts, "PreparedTiles::skip()");
@@ -121,7 +122,7 @@ struct Decode {
       } else {
         state.template scores<kQkColumns, kTokens, Query, Keys>(s, q, k);
       }
-      if constexpr (kHasTokenScales) {
+      if constexpr (kScalesInShared) {
         float2 factors[kTokens / 8];
         load_scales(factors, shared.token_scales(keys.index) + warp.first_token * 4);
         multiply_columns(s, factors);
@@ -131,7 +132,7 @@ struct Decode {
 
       // P = softmax(S)
       scores.finish(item, s, 0, token, constants, rows);
-      if constexpr (kHasTokenScales) {
+      if constexpr (kScalesInShared) {
         shared.wait_kv_full(values);
         scale_probabilities(state, s, p, shared.token_scales(values.index) + warp.first_token * 4);
       } else if constexpr (kUsesSoftmax) {
