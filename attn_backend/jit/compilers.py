@@ -360,7 +360,7 @@ def isa_of(isa: str, dtype: str, head_dim: int | HeadDims) -> str:
 
 
 def cpp_source(isa: str, dtype: str, widens: bool = False) -> str:
-    """The text after the source of a variant. isa: from isa_of(). widens: for float8 caches."""
+    """The text after the source of a variant. isa: from isa_of(). widens: for caches with scales."""
     if isa == "amx":
         engine, headers = "attn::cpu::AmxEngine", ["attention/cpu/amx_engine.h"]
     else:

@@ -394,8 +394,8 @@ def find_library(
 ) -> Path:
     """The shared library of a variant's kernels for a CPU, checked to be complete; compiled now if missing.
 
-    isa: the selected one (csrc/common/cpu/isa.h). dtype: torch's name. widens: for float8 caches. ahead: as
-    in find_variant_kernel().
+    isa: the selected one (csrc/common/cpu/isa.h). dtype: torch's name. widens: for caches with
+    scales, of all elements of CUDA_KV_ELEMENTS (file names say float8). ahead: as in find_variant_kernel().
 
     Raises:
         RuntimeError: it is missing and cannot be compiled, or must not be.

@@ -107,7 +107,8 @@ struct alignas(16) Position {
   int32_t tile;
   int32_t head;     // KV head
   int32_t kv_tile;  // counted from RowTile::kv_begin
-  int32_t flags;    // ScheduleFlag bits of the schedule: here they arrive with the first load of a CTA
+  int32_t flags;    // ScheduleFlag bits of the schedule: here they arrive with the first load of a CTA. 0 in pairs of
+                    // the queue
 };
 
 ATTN_HD bool operator==(const Position& a, const Position& b) {

@@ -1,11 +1,12 @@
 // The steps of a plan, taken by the threads of a CTA (device/plan.cu) or by one thread of a CPU (host/planner.cpp).
 // Both give the same schedule, bit for bit.
 //
-//   read    lengths and page tables become row groups, with invalid values clamped
-//   decide  shared prefixes become nodes of a forest; those that pay add row groups (forest.h)
-//   place   row groups become row tiles, each with its cost, in one list
-//   cut     the list is cut into an interval for each CTA of the attention kernel
-//   write   header, levels, and the links of rows to the row groups of the forest
+//   read_groups  lengths and page tables become row groups, with invalid values clamped
+//   add_forest   shared prefixes become nodes of a forest; those that pay add row groups (forest.h)
+//   place_tiles  row groups become row tiles, each with its cost, in one list
+//   cut_work     the list is cut into an interval for each CTA of the attention kernel
+//   write_plan   header and levels
+//   link_forest  links of rows to the row groups of the forest (forest.h)
 //
 // A step is a loop over requests, nodes, row groups, row tiles or CTAs that the threads share. Their running sum counts
 // the elements before an element. work_list.h has the arithmetic of an element. Row groups and row tiles lie in the

@@ -354,10 +354,11 @@ ATTN_HD void distribute_pairs(const PlanParams& p, Planned& planned, int64_t tot
   const int64_t slack = planned.share + config.pair_cost[kind] + kMergeKvTiles * config.kv_tile_cost[kind] +
                         (shares_kv ? planned.share / kSharingSlack : 0);
   const bool is_even = longest <= slack && most_pairs * total_cost <= slack * num_pairs;
-  const bool is_uncut =
-      longest <= planned.share &&
-      longest <= 2 * config.pair_cost[kind] + config.kv_tile_cost[kind];  // is_uncut(), of the longest
-  const bool stays_whole = planned.num_merge_rows == 0 && is_even && (!is_uncut || 2 * longest <= planned.share);
+  // As is_uncut(), without its limit of KV tiles.
+  const bool longest_is_uncut =
+      longest <= planned.share && longest <= 2 * config.pair_cost[kind] + config.kv_tile_cost[kind];
+  const bool stays_whole =
+      planned.num_merge_rows == 0 && is_even && (!longest_is_uncut || 2 * longest <= planned.share);
   const bool is_unequal = 4 * total_cost <= 3 * longest * num_pairs;
   const bool has_many = longest * (is_unequal ? kUnequalQueuePairs : config.min_queue_pairs) <= planned.share;
   const bool uses_queue = planned.num_tiles >= 2 * planned.num_groups && (has_many || (stays_whole && most_pairs > 1));

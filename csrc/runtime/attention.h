@@ -56,7 +56,8 @@ struct AttentionConfig {
 
 /// Cubin files of the kernels "plan" and "merge", and of those of the design (KernelDesign::kernels), by these names;
 /// kFloat8Out precedes the names of kernels with 8-bit outputs. With a variant only the design's first kernel must be
-/// there. On a CPU "variant", a shared library, if there is one.
+/// there. Also "dequantize" if schedules have room for dequantized tokens (ScheduleConfig), and "row_ranges" if the
+/// variant has a mask. On a CPU "variant", a shared library, if there is one.
 using KernelFiles = std::map<std::string, std::string>;
 constexpr const char* kFloat8Out = "float8_out_";
 

@@ -14,6 +14,7 @@ struct WorkCursor {
   __device__ __forceinline__ WorkCursor(const Schedule& schedule, int32_t cta)
       : now(schedule.positions[cta]), end(schedule.positions[cta + 1]) {}
 
+  /// Only before take(): pairs from the queue have no flags.
   __device__ __forceinline__ bool uses_queue() const { return (now.flags & kUsesQueue) != 0; }
 
   /// Goes to a whole pair from the work queue.
