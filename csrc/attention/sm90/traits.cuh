@@ -38,7 +38,7 @@ struct HopperTraits : Kernel {
       (Kernel::kTransformsCache || (kHasWideWeights && stored_format(kKvForm.dtype).packed != PackedProducts::kBf16) ||
        (kKvForm.has_4_bits() && (kGathers || !decodes_packed(Shape::kDims, kKvForm))));
   static constexpr bool kDequantizesInRegisters = kDequantizesInFeed ? !kFeedsAll : Kernel::kDequantizesInRegisters;
-  /// Consumers read TokenScales from shared memory: those of tiles that they dequantize in registers.
+  /// Consumers dequantize tiles in registers, and read their TokenScales from shared memory.
   static constexpr bool kScalesInShared = Kernel::Variant::kHasTokenScales && kDequantizesInRegisters;
   /// K and V are transformed in the ring while the tiles before them are multiplied (prepared_tiles.cuh). Not where the
   /// ring may have fewer than four tiles in use (Tuning::max_parts_in_flight): this needs two tiles after those that
