@@ -3,8 +3,8 @@
 // uses the first, keep the memory busy.
 //
 // The source that includes this file defines attn::KernelElement, of the heads, attn::KernelCacheElement, of a 16-bit
-// cache, attn::KernelQuantizer (elements_in_memory.cuh), and attn::kKernelRotates: rows of K and V are rotated
-// (common/rotation.h), too.
+// cache, attn::KernelQuantizer (elements_in_memory.cuh, quantizers.h), and attn::kKernelRotates: rows of K and V are
+// rotated (common/rotation.h), too.
 
 #include "cache/elements_in_memory.cuh"
 #include "cache/params.h"

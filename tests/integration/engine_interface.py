@@ -336,7 +336,9 @@ ASKED_BY_VARIABLE = {
     ("sglang/compat.py", "name"): "the same, and methods of MHATokenToKVPool",
     ("sglang/plugin.py", "name"): "test_checks_of_names_are_where_the_hooks_look",
     ("sglang/plugin.py", "field"): "the same",
+    ("sglang/plugin.py", "_MARK"): "an attribute of ours",
     ("sglang/support.py", "sinks"): "sinks, attention_sink_bias",
+    ("vllm/attention.py", "stored.scales or ''"): "torch's dtypes",
     ("vllm/compat.py", "class_name"): "what AttentionBackendEnum says",
     (
         "vllm/compat.py",
