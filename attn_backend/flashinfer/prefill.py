@@ -89,7 +89,7 @@ class BatchPrefill(Wrapper):
             refuse(
                 "qo_indptr[-1]",
                 self._rows,
-                f"at most {room}, that of the first plan, with use_cuda_graph=True",
+                f"at most {room}, as in the first plan, with use_cuda_graph=True",
             )
 
     def _keep_mask(self, packed: Tensor | None, mask_indptr: Tensor | None, non_blocking: bool) -> None:

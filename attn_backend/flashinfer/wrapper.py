@@ -241,7 +241,7 @@ class PlannedAttention:
                 if batch > before.max_batch
                 else ("qo_indptr[-1]", rows, before.max_rows)
             )
-            refuse(what, value, f"at most {room}, that of the first plan: CUDA graphs may hold its workspace")
+            refuse(what, value, f"at most {room}, as in the first plan: CUDA graphs may hold its workspace")
         if is_captured(self.device):
             raise RuntimeError(
                 "a plan or a run inside a CUDA graph needs a new workspace; must be planned, and run once, "
@@ -568,7 +568,7 @@ class Wrapper:
             refuse(
                 "qo_indptr[0]",
                 first_row,
-                f"{self._first_row}, that of the first plan, with use_cuda_graph=True",
+                f"{self._first_row}, as in the first plan, with use_cuda_graph=True",
             )
         self._first_row, self._run = first_row, run_from(self._planned, first_row)
         self._rows = rows_of(qo_indptr)

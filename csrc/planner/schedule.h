@@ -183,19 +183,19 @@ struct ScheduleHeader {
   int32_t num_tiles;
   uint32_t errors;  // ScheduleError bits
   int32_t num_levels;
-  int32_t num_merge_rows;  // rows of `links` in use; 0: no row is in several groups
-  int32_t num_links;       // links of each of them
-  int32_t flags;           // ScheduleFlag bits
-  int32_t whole_pairs;     // no (row tile, head) is shared by CTAs
-  int32_t num_requests;    // that the forest was sought in; 0: it was not
-  uint32_t queue_head;     // requests made to the work queue; 0 between launches
-  int32_t aligned_tile;  // row tiles from here on are cut evenly (align_prefix() in work_list.h); num_tiles if none are
-  int32_t aligned_cta;   // the first CTA that runs them
-  int32_t aligned_parts;                // CTAs of each of their pairs
-  uint32_t second_queue_head;           // as queue_head, of the CTAs that take second halves of row tiles
-  int32_t section_tokens;               // as in ScheduleConfig
-  int32_t dequantized_tokens;           // rows of DequantizedKv in use
-  int64_t share;                        // cost that each CTA gets, of what lies before them
+  int32_t num_merge_rows;               // Used rows of `links`. 0: no row is in several groups.
+  int32_t num_links;                    // Links of a merge row.
+  int32_t flags;                        // ScheduleFlag bits.
+  int32_t whole_pairs;                  // 1: CTAs share no (row tile, head).
+  int32_t num_requests;                 // Requests of the prefix forest. 0: no forest was sought.
+  uint32_t queue_head;                  // Requests made to the work queue. 0 between launches.
+  int32_t aligned_tile;                 // The first row tile that is cut evenly (align_prefix()). num_tiles: none is.
+  int32_t aligned_cta;                  // The first CTA that runs evenly cut tiles.
+  int32_t aligned_parts;                // CTAs for each pair of an evenly cut tile.
+  uint32_t second_queue_head;           // The queue_head of CTAs that take second halves of row tiles.
+  int32_t section_tokens;               // As in ScheduleConfig.
+  int32_t dequantized_tokens;           // Used rows of DequantizedKv.
+  int64_t share;                        // The cost that a CTA gets of the pairs before aligned_tile.
   int32_t kv_tile_cost[kNumCostKinds];  // as in ScheduleConfig
   int32_t pair_cost[kNumCostKinds];
   Level levels[kMaxLevels];

@@ -396,10 +396,10 @@ struct SharedPairs {
 
 /// An even cut of the pairs of a shared prefix.
 struct EvenCut {
-  int32_t parts;     // of each pair
-  int32_t kv_tiles;  // of each part but the first, which has what is left
-  int32_t share;     // cost that each of the other CTAs gets, of what lies before
-  int32_t cost;      // of the busiest CTA; kNoCut: pairs are not cut in this way
+  int32_t parts;     // Parts of a pair.
+  int32_t kv_tiles;  // KV tiles of a part. The first part has the rest.
+  int32_t share;     // The cost that another CTA gets of the pairs before the prefix.
+  int32_t cost;      // The cost of the busiest CTA. kNoCut: pairs are not cut like this.
   static constexpr int32_t kNoCut = kMaxInt32;
 };
 
@@ -422,9 +422,9 @@ ATTN_HD EvenCut cut_evenly(const PlanParams& p, const SharedPairs& shared, int32
                  whole && fits ? static_cast<int32_t>(cost) : EvenCut::kNoCut};
 }
 
-/// Cuts the pairs of a shared prefix evenly if the busiest CTA is then no slower than with equal shares, where a CTA
-/// that starts inside a pair pays the pair's own cost again. `best`: the cheapest cut; of several, the one with the
-/// fewest parts.
+/// Cuts the pairs of a shared prefix evenly, unless the busiest CTA is then slower than with equal shares. With equal
+/// shares, a CTA that starts inside a pair pays the pair's own cost again. `best` is the cheapest cut. If several are,
+/// it is the one with the fewest parts.
 ATTN_HD void align_prefix(const PlanParams& p, const SharedPairs& shared, const EvenCut& best, Planned& planned) {
   if (best.cost == EvenCut::kNoCut || best.cost > planned.share + p.config.pair_cost[shared.first.cost_kind]) return;
   planned.aligned_parts = best.parts;

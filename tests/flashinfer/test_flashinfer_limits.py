@@ -209,7 +209,7 @@ def test_mla_indptrs_from_elsewhere() -> None:
         ):
             wrapper.run(*(part[:4] for part in parts[:2]), *parts[2:])
     with pytest.raises(
-        ValueError, match=r"qo_indptr\[0\] is 0, must be 2, that of the first plan, with use_cuda_graph=True"
+        ValueError, match=r"qo_indptr\[0\] is 0, must be 2, as in the first plan, with use_cuda_graph=True"
     ):
         wrapper.plan(int32(0, 1, 3), *tables[1:], *options)
 
@@ -269,7 +269,7 @@ def test_page_tables_from_elsewhere_with_buffers() -> None:
     prefill.plan(batch.qo_indptr, *from_entry_two(batch), *batch.shape, 5, causal=True)
     check(prefill.run(batch.q, batch.cache), batch.expected(causal=True))
     with pytest.raises(
-        ValueError, match=r"qo_indptr\[0\] is 1, must be 0, that of the first plan, with use_cuda_graph=True"
+        ValueError, match=r"qo_indptr\[0\] is 1, must be 0, as in the first plan, with use_cuda_graph=True"
     ):
         prefill.plan(batch.qo_indptr + 1, *batch.tables(), *batch.shape, 5)
 

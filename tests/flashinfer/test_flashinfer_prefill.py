@@ -250,9 +250,7 @@ def test_buffers_of_cuda_graphs() -> None:
         check(wrapper.run(planned.q, planned.cache), planned.expected(causal=True))
         assert torch.equal(buffers[0], planned.qo_indptr)
     larger = make_batch([20] * 5, [20] * 5)
-    with pytest.raises(
-        ValueError, match=r"qo_indptr\[-1\] is 100, must be at most 23, that of the first plan"
-    ):
+    with pytest.raises(ValueError, match=r"qo_indptr\[-1\] is 100, must be at most 23, as in the first plan"):
         wrapper.plan(larger.qo_indptr, *larger.tables(), *larger.shape, larger.page_size)
 
 
