@@ -128,10 +128,18 @@ def fill(
 
 
 def read_both(
-    impl: AttnImpl, cache: Tensor, k: Tensor, v: Tensor, batch: Batch, dtype: torch.dtype
+    impl: AttnImpl,
+    cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: Batch,
+    dtype: torch.dtype,
+    rotated_dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """The cache's values, by slot. In the slots of the batch they are `held()`, except for elements that are
     rounded the other way.
+
+    rotated_dtype: of dequantized rows of int4. CUDA kernels round them for matrix products.
     """
     view, slots, both = view_of(impl, cache), torch.cat(batch.slots), []
     for x, elements, scale in ((k, view.k, view.k_scale), (v, view.v, view.v_scale)):
@@ -143,7 +151,7 @@ def read_both(
             assert isinstance(scale, Tensor)
             step, zero = split_int4(scale)
             numbers = torch.stack([elements & 15, elements >> 4], dim=-1).flatten(-2) - zero[..., None]
-            stored = rotated_back(numbers * step[..., None].double()).flatten(0, 1)
+            stored = rotated_back((numbers * step[..., None].double()).to(rotated_dtype)).flatten(0, 1)
         else:
             assert isinstance(scale, Tensor)
             stored = (elements.float() * scale[..., None]).to(dtype).double().flatten(0, 1)
@@ -560,6 +568,6 @@ def test_on_a_gpu_and_in_a_captured_graph(name: str, head_size: int, memory: str
         on_host = cache.cpu()
         k, v = torch.full((2, NUM_PAGES * PAGE, 2, head_size), torch.nan, dtype=torch.bfloat16)
         k[batch.new_slots], v[batch.new_slots] = key.cpu(), value.cpu()
-        seen = read_both(impl, on_host, k, v, batch, torch.bfloat16)
+        seen = read_both(impl, on_host, k, v, batch, torch.bfloat16, rotated_dtype=torch.bfloat16)
         multiplied = multiplied_query(query) if impl.cache_dtype == INT4 else query.cpu()
         check(output.cpu(), multiplied, batch, *seen, dtype=torch.bfloat16)
