@@ -1,8 +1,9 @@
-"""Two small models as NVIDIA's ModelOpt writes them: one checkpoint declares an e4m3 KV cache with scales,
-the other also has e4m3 output projections. Also transformers with the same rounding, in float32.
+"""Models with an e4m3 KV cache and scales, as NVIDIA's ModelOpt writes them. Also transformers with the same
+rounding, in float32.
 
-V is so small that without its scale it would round to zero. K is unchanged: an engine may round queries
-without a scale, and queries would lose what K gains.
+One of the two small models also has e4m3 output projections. Their V is so small that without its scale it
+would round to zero. K is unchanged: an engine may round queries without a scale, and queries would lose what
+K gains.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -60,18 +62,45 @@ def make_checkpoints(model: Path, largest: dict[str, Tensor], cache: Path, with_
         (cache, kv_scales, ("o_proj", *PROJECTIONS)),
         (with_outputs, scales | quantized, PROJECTIONS),
     ):
-        folder.mkdir()
-        for file in model.iterdir():
+        copy_with(model, weights | more, folder, excluded)
+
+
+def copy_with(model: Path, weights: dict[str, Tensor], folder: Path, excluded: tuple[str, ...]) -> None:
+    """Writes a copy of a model with other weights, which declares an e4m3 cache.
+
+    Args:
+        excluded: modules whose weights are not quantized.
+    """
+    folder.mkdir()
+    for file in model.iterdir():
+        if file.name != "model.safetensors":
             (folder / file.name).write_bytes(file.read_bytes())
-        save_file(weights | more, folder / "model.safetensors", {"format": "pt"})
-        config = json.loads((model / "config.json").read_text())
-        config["quantization_config"] = {
-            "quant_method": "modelopt",
-            "quant_algo": "FP8",
-            "kv_cache_scheme": {"type": "float", "num_bits": 8, "dynamic": False},
-            "ignore": ["lm_head", *(f"*{name}*" for name in excluded)],
-        }
-        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "modelopt",
+        "quant_algo": "FP8",
+        "kv_cache_scheme": {"type": "float", "num_bits": 8, "dynamic": False},
+        "ignore": ["lm_head", *(f"*{name}*" for name in excluded)],
+    }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def calibrate(model: Path, folder: Path, texts: list[list[int]]) -> None:
+    """Writes a copy of a model whose scales map the largest K and V of each layer to e4m3's largest number.
+
+    Args:
+        texts: token ids.
+    """
+    with torch.no_grad():
+        whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        largest = largest_numbers(
+            whole, lambda: [whole(input_ids=torch.tensor([text]), use_cache=False) for text in texts]
+        )
+    scales = {
+        name: value / LARGEST for name, value in largest.items() if name.endswith(tuple(KV_SCALES.values()))
+    }
+    copy_with(model, load_file(model / "model.safetensors") | scales, folder, ("o_proj", *PROJECTIONS))
 
 
 def largest_numbers(model: nn.Module, run: Callable[[], object]) -> dict[str, Tensor]:
