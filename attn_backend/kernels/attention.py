@@ -479,6 +479,7 @@ def level_options(
     pages_change: bool,
     has_slots: bool,
     positions: tuple[int, int, int, int],
+    prompts: int,
 ) -> bytes:
     """LevelOptions of csrc/, cached because they rarely change between steps."""
     kv_offsets, of_rows, requests, num_rows = positions
@@ -489,6 +490,7 @@ def level_options(
         page_size=page_size,
         window_left=window_left,
         kv_offsets=kv_offsets,
+        prompts=prompts,
         positions={"positions": of_rows, "requests": requests, "num_rows": num_rows},
         entry_step=entry_step,
         causal=causal,
@@ -895,6 +897,7 @@ class Attention:
                     view.pages_change,
                     has_slots,
                     positions_of(view),
+                    0 if view.prompts is None else check_plain("prompts", view.prompts).data_ptr(),
                 )
                 # The library keeps each level. With the last one it plans and returns errors (plan.cpp).
                 errors = self._plan_level(

@@ -266,6 +266,9 @@ class BSRView:
         pages_change: later runs may use other page ids in the table, for the same number of tokens. Plans
             then look for no shared prefixes. With pages of one token (a block table, neither causal nor with
             a window) there may also be fewer tokens: see `has_slots`.
+        prompts: int32 [batch], contiguous: not 0 for a request whose rows are the end of a prompt. Only plans
+            with `batch_invariant` read it: each row of a prompt then has the same bits, however many tokens
+            of the prompt are in the cache already. None: a single row is a decode.
 
     Raises:
         ValueError: an argument of the wrong structure, or on another device than the table.
@@ -280,6 +283,7 @@ class BSRView:
     positions: Tensor | None = None
     requests: Tensor | None = None
     pages_change: bool = False
+    prompts: Tensor | None = None
 
     __repr__ = short_repr
 
@@ -368,9 +372,10 @@ class BSRView:
                 "the page table",
                 self.table.device,
             )
-        if self.kv_offsets is not None:
-            offsets = index_tensor("kv_offsets", self.kv_offsets, INT32, "[batch]", self.table.batch_size)
-            check_same_device("kv_offsets", offsets, "the page table", self.table.device)
+        for name, of_requests in (("kv_offsets", self.kv_offsets), ("prompts", self.prompts)):
+            if of_requests is not None:
+                tensor = index_tensor(name, of_requests, INT32, "[batch]", self.table.batch_size)
+                check_same_device(name, tensor, "the page table", self.table.device)
         if self.positions is not None or self.requests is not None:
             self._check_of_rows()
 

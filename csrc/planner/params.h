@@ -18,6 +18,8 @@ struct PlanLevel {
   int32_t num_groups = 0;
   Visibility visibility;
   const int32_t* kv_offsets = nullptr;  // [num_groups]: tokens of its request before each row group's first; nullptr: 0
+  const int32_t* prompts = nullptr;     // [num_groups]: not 0 where the rows end a prompt, for batch-invariant plans.
+                                        // nullptr: single rows are decodes
   RowPositions positions{};
   const RowRange* row_ranges = nullptr;       // see Level
   const KvTileList* kv_tile_lists = nullptr;  // by number (first_kv_tile_list()); nullptr: KV tiles have no holes

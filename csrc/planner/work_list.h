@@ -55,6 +55,12 @@ ATTN_HD TableRange read_table_range(const PageTable& table, int32_t i, uint32_t&
   return TableRange{row * table.row_stride, table.row_entries};
 }
 
+/// Whether a batch-invariant plan treats row group number `index` of a level as a decode. Other row groups are prompts
+/// or drafts: a row's result then depends only on its position and its KV, however many rows precede it in the group.
+ATTN_HD bool is_decode(const PlanLevel& level, int32_t index, int32_t qo_len) {
+  return qo_len == 1 && (level.prompts == nullptr || level.prompts[index] == 0);
+}
+
 /// Reads row group number place.index of a level. Invalid values are clamped and reported, as above. Lengths are used
 /// only once all are read: a GPU then waits once for all of them, and for what is read after them.
 ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, uint32_t& errors) {
@@ -94,9 +100,9 @@ ATTN_HD RowGroup read_row_group(const PlanParams& p, GroupPlace place, uint32_t&
   group.dequantized_row = -1;
   group.dequantized_token = 0;
   group.level = place.level;
-  // A row's arithmetic depends on the kind of its row tile, and how many rows a prompt's chunk has depends on the
-  // batch: all of them use the same kind.
-  const bool keeps_bits = p.config.batch_invariant && group.qo_len != 1;
+  // A row's arithmetic depends on the kind of its row tile. How many rows a prompt's chunk has depends on the batch and
+  // on the cached prefix: all of them use the same kind.
+  const bool keeps_bits = p.config.batch_invariant && !is_decode(level, place.index, group.qo_len);
   group.kind = choose_kind(p.config, packed_rows_of(p.config, group.qo_len), keeps_bits ? p.config.max_kind : 0);
   group.state_begin = p.num_levels > 1 ? place.level * p.config.max_rows + group.qo_begin : -1;
   const int32_t most = static_cast<int32_t>(kMaxInt32) - group.kv_len;  // no position wraps around
@@ -117,12 +123,12 @@ constexpr int32_t kUncutRequest = 1024;  // is one chunk
 constexpr int32_t kLongRequest = 8192;   // has long chunks
 
 /// Tokens of the KV chunks that a batch invariant plan cuts a request's row group into: equal numbers of whole KV tiles
-/// and pages. The length depends on nothing but the request. A single query is cut, unless a window bounds what it
-/// sees; the row tiles of longer queries are many enough.
+/// and pages. The length depends on nothing but the request. A decode is cut, unless a window bounds what it sees. The
+/// row tiles of longer queries are many enough, and the last row of a prompt must get the same bits in a longer query.
 ATTN_HD int32_t chunk_tokens(const PlanParams& p, const RowGroup& group) {
   const PlanLevel& level = p.levels[group.level];
-  if (!p.config.batch_invariant || group.qo_len != 1 || level.visibility.window_left >= 0)
-    return max_of(group.kv_len, 1);
+  const bool is_cut = p.config.batch_invariant && level.visibility.window_left < 0;
+  if (!is_cut || !is_decode(level, group.request, group.qo_len)) return max_of(group.kv_len, 1);
   const bool is_long = group.kv_len <= kUncutRequest || group.kv_len >= kLongRequest || p.config.kv_tile < 128;
   const int64_t chunks =
       clamp<int64_t>(ceil_div<int64_t>(group.kv_len, is_long ? kLongChunkTokens : kChunkTokens), 1, kMaxLinks);

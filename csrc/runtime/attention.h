@@ -68,6 +68,7 @@ struct LevelOptions {
   int64_t page_size;
   int64_t window_left;
   const int32_t* kv_offsets;  // see PlanLevel; nullptr: none
+  const int32_t* prompts;     // see PlanLevel; nullptr: none
   RowPositions positions;
   int32_t entry_step;  // see PageTable
   bool causal;

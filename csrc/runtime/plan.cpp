@@ -72,6 +72,7 @@ int64_t plan_level(const PlanLevelArguments& given) {
   level.qo_indptr = index_array("qo_indptr", given.qo_indptr, device, batch + 1);
   level.max_rows = attention.config().max_rows;
   level.kv_offsets = options.kv_offsets;
+  level.prompts = options.prompts;
   level.positions = options.positions;
   if (given.row_list.has_value()) {
     const IndexArray list = index_array("rows", given.row_list.value(), device, 0);

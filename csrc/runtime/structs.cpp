@@ -36,16 +36,16 @@ ATTN_STRUCT(ScheduleLayout, 0, groups, tiles, positions, links, rows, row_reques
 ATTN_STRUCT(IndexArray, 4, data, is_int64);
 ATTN_STRUCT(PageTable, 0, indices, indptr, last_page_len, kv_lens, rows, num_entries, row_stride, num_rows, row_entries,
             page_size, entry_step);
-ATTN_STRUCT(PlanLevel, 4, qo_indptr, table, rows, max_rows, num_groups, visibility, kv_offsets, positions, row_ranges,
-            kv_tile_lists, num_kv_tile_lists, kv_length);
+ATTN_STRUCT(PlanLevel, 4, qo_indptr, table, rows, max_rows, num_groups, visibility, kv_offsets, prompts, positions,
+            row_ranges, kv_tile_lists, num_kv_tile_lists, kv_length);
 
 // Arguments and results of the functions that Python calls.
 ATTN_STRUCT(AttentionConfig, 5, dequantized_bytes, num_qo_heads, num_kv_heads, head_dim, head_dim_v, dtype, q_dtype,
             kv_dtype, max_rows, max_groups, max_levels, num_ctas, cascade, design, device, batch_invariant, on_cuda,
             has_variant, uses_softmax, has_mask, skips_kv_tiles, has_sinks, float8_out, multiplies_float8, token_scales,
             rotation);
-ATTN_STRUCT(LevelOptions, 0, index, num_levels, page_size, window_left, kv_offsets, positions, entry_step, causal,
-            finds_row_ranges, pages_change, has_slots);
+ATTN_STRUCT(LevelOptions, 0, index, num_levels, page_size, window_left, kv_offsets, prompts, positions, entry_step,
+            causal, finds_row_ranges, pages_change, has_slots);
 ATTN_STRUCT(WorkspaceSize, 0, schedule, partial_o, partial_lse, row_ranges, dequantized);
 
 namespace {

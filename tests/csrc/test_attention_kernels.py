@@ -478,6 +478,60 @@ def test_ragged_lengths_beyond_the_tensor(emulated: Path, kernel: str) -> None:
         assert not case.lse.isnan().any()
 
 
+PROMPTS = [(4, 64, 64, -1), (4, 64, 64, 40), (2, 128, 128, -1), (3, 256, 256, 40), (8, 576, 512, -1)]
+
+
+@pytest.mark.parametrize("form", PROMPTS, ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_cached_prefixes_do_not_change_a_prompt(
+    emulated: Path, kernel: str, form: tuple[int, int, int, int]
+) -> None:
+    """Batch-invariant plans give a row the same bits, however many rows precede it in the step."""
+    group_size, head_dim, head_dim_v, window_left = form
+    tokens = 200 if head_dim <= 128 else 90
+    generator = torch.Generator().manual_seed(head_dim + window_left)
+    make = lambda *shape: torch.randn(*shape, generator=generator).bfloat16()  # noqa: E731
+    pages = -(-tokens // 16)
+    k = make(pages, 16, 1, head_dim)
+    kv = KVCache.from_pair(k, k[..., :head_dim_v] if head_dim_v < head_dim else make(*k.shape))
+    q = 2 * make(tokens, group_size, head_dim)
+    attention = DeviceAttention(
+        emulated,
+        Attention(
+            group_size,
+            1,
+            head_dim,
+            head_dim_v=head_dim_v,
+            device="cpu",
+            kernel=kernel,
+            num_ctas=3,
+            max_rows=tokens,
+            max_batch=1,
+            batch_invariant=True,
+        ),
+        kernel,
+        variant="standard",
+    )
+    table = PageTable.block_table(
+        torch.arange(pages, dtype=torch.int32)[None], torch.tensor([tokens], dtype=torch.int32), 16
+    )
+
+    def run_last(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        indptr = torch.tensor([0, rows], dtype=torch.int32)
+        attention.plan(
+            BSRView(indptr, table, window_left=window_left, prompts=torch.ones(1, dtype=torch.int32))
+        )
+        out, lse = make(rows, group_size, head_dim_v), torch.zeros(rows, group_size)
+        attention.run(q[tokens - rows :], kv, out=out, lse=lse)
+        return out, lse
+
+    whole, whole_lse = run_last(tokens)
+    for rows in (1, 2, 15, 16, 17, 33, 64, 65):
+        out, lse = run_last(rows)
+        assert torch.equal(out, whole[-rows:]), rows
+        assert torch.equal(lse, whole_lse[-rows:]), rows
+
+
 @pytest.mark.parametrize("cache", ["ragged", "paged"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_tokens_before_the_window_are_not_read(emulated: Path, kernel: str, cache: str) -> None:

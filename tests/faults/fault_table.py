@@ -458,6 +458,13 @@ FAULTS = (
         ("tests/adapters/sglang",),
     ),
     Fault(
+        "a batch-invariant plan treats the last row of a prompt as a decode",
+        "csrc/planner/work_list.h",
+        "  return qo_len == 1 && (level.prompts == nullptr || level.prompts[index] == 0);\n",
+        "  return qo_len == 1;\n",
+        ("tests/kernels/test_batch_invariance.py", "-k", "cached_prefixes and 4-128"),
+    ),
+    Fault(
         "SGLang: deterministic inference has plans that depend on the batch",
         "attn_backend/adapters/sglang/plan.py",
         "batch_invariant=compat.deterministic(),",

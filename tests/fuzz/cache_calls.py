@@ -347,6 +347,7 @@ def view_call(rng: numpy.random.Generator, case: case_tensors.Case) -> Call:
         "causal": view.causal,
         "window_left": view.window_left,
         "rows": torch.zeros(5, dtype=torch.int32, device=case.device) if rng.random() < 0.5 else None,
+        "prompts": torch.ones(view.batch_size, dtype=torch.int32, device=case.device),
     }
     kinds: Kinds = {
         "qo_indptr": TensorArgument(dtypes=INDEX, exact=(0,)),
@@ -354,6 +355,7 @@ def view_call(rng: numpy.random.Generator, case: case_tensors.Case) -> Call:
         "causal": ChoiceArgument(wrong=(1, 0), optional=True),
         "window_left": IntArgument(low=-1, high=ANY),
         "rows": TensorArgument(dtypes=(torch.int32,), optional=True),
+        "prompts": TensorArgument(others=("qo_indptr",), dtypes=(torch.int32,), exact=(0,), optional=True),
     }
 
     def check(given: Arguments, made: BSRView) -> None:

@@ -42,9 +42,13 @@ def random_view(seed: int, device: torch.device | str, valid: bool = True) -> BS
     table = _random_table(rng, kv_lens, page_size, valid, torch.device(device))
     qo_indptr = _damaged(rng, _prefix_sum(qo_lens), valid, MAX_ROWS)
     window_left = int(rng.integers(0, 2 * longest)) if rng.random() < 0.3 else -1
-    return BSRView(
+    view = BSRView(
         _index(rng, qo_indptr, device), table, causal=bool(rng.random() < 0.7), window_left=window_left
     )
+    if rng.random() < 0.7:
+        return view
+    prompts = rng.integers(0, 3, batch).tolist()
+    return replace(view, prompts=torch.tensor(prompts, dtype=torch.int32, device=device))
 
 
 def random_composition(

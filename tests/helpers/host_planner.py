@@ -233,6 +233,7 @@ class Levels:
                 "window_left": view.window_left,
             },
             kv_offsets=self._keep(view.kv_offsets),
+            prompts=self._keep(view.prompts),
             positions={
                 "positions": self._keep(view.positions),
                 "requests": self._keep(view.requests),

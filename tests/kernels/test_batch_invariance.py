@@ -1,10 +1,11 @@
 """batch_invariant=True: a request's output and lse have the same bits by itself, in any batch, at any place
-in it, and with any sharing of its prefix.
+in it, and with any sharing of its prefix. A prompt's rows have them with any part of it in the cache.
 """
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import attention_kernels
 import numpy
@@ -210,6 +211,74 @@ def test_threads_do_not_change_a_bit(seed: int) -> None:
             check_some(problem, attention, everything(problem)[::-1], expected, rng)
     finally:
         torch.set_num_threads(threads)
+
+
+def last_rows(problem: Problem, lens: list[int]) -> Problem:
+    """The last rows of each request: its first tokens are cached."""
+    ends = itertools.accumulate(problem.batch.qo_lens)
+    rows = [row for end, length in zip(ends, lens, strict=True) for row in range(end - length, end)]
+    batch = replace(problem.batch, qo_lens=lens)
+    return replace(problem, batch=batch, q=problem.q[rows], out=problem.out[rows], lse=problem.lse[rows])
+
+
+def run_prompts(
+    problem: Problem, attention: Attention, are_prompts: list[bool], rng: numpy.random.Generator
+) -> list[tuple[Tensor, Tensor]]:
+    """Output and lse of each request."""
+    device, lens = problem.q.device, problem.batch.qo_lens
+    flags = torch.tensor(are_prompts, dtype=torch.int32, device=device)
+    out, lse = problem.run(attention, replace(problem.batch.view(rng, device), prompts=flags))
+    return list(zip(out.split(lens), lse.split(lens), strict=True))
+
+
+RESTS = [1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 191, 193, 700]
+PROMPT_SHAPES = [
+    SHAPE,
+    Shape(2, 3, 64, torch.float16, 16, 7, logits_soft_cap=20.0),
+    Shape(1, 1, 256, torch.bfloat16, 1, 3),
+    Shape(1, 16, 192, torch.bfloat16, 48, None, head_dim_v=128),
+    Shape(1, 5, 576, torch.bfloat16, 16, None, head_dim_v=512, v_in_k=True),
+]
+
+
+@each_kernel
+@pytest.mark.parametrize("window_left", [-1])
+@pytest.mark.parametrize("shape", PROMPT_SHAPES, ids=lambda shape: f"{shape.group_size}-{shape.head_dim}")
+def test_cached_prefixes_do_not_change_a_prompt(device: torch.device, shape: Shape, window_left: int) -> None:
+    """Every row has the bits that it has in the whole prompt. A decode in the batch keeps its own."""
+    lens = [1, 17, 64, 129, 200, 1333] if shape.head_dim <= 256 else [1, 65, 300]
+    decode = 3000
+    starts = numpy.cumsum([0, *[-(-length // shape.page_size) for length in [*lens, decode]]]).tolist()
+    pages = [list(range(begin, end)) for begin, end in itertools.pairwise(starts)]
+    batch = Batch(
+        shape.page_size, [*lens, 1], [*lens, decode], pages, starts[-1] + 1, window_left=window_left
+    )
+    rng = numpy.random.default_rng([shape.head_dim, window_left + 1])
+    problem = make_problem(rng, shape, batch, device)
+    problem = replace(problem, q=problem.q[: batch.rows])
+    problem = replace(problem, out=problem.out[: batch.rows], lse=problem.lse[: batch.rows])
+    attention = problem.attention(**(ROOM | {"max_rows": 2000}))
+    are_prompts = [True] * len(lens) + [False]
+    whole = run_prompts(problem, attention, are_prompts, rng)
+    problem.check()
+    alone = run_some(problem, attention, [len(lens)], rng)[0]
+    assert same_bits(whole[-1][0], alone[0])
+    assert same_bits(whole[-1][1], alone[1])
+    for rest in RESTS:
+        some = last_rows(problem, [*(min(rest, length) for length in lens), 1])
+        for i, (out, lse) in enumerate(run_prompts(some, attention, are_prompts, rng)):
+            same = same_bits(out, whole[i][0][-len(out) :]) and same_bits(lse, whole[i][1][-len(lse) :])
+            assert same, f"the last {rest} rows of request {i}\n{shape}"
+
+
+def test_prompts_are_numbers_of_requests(device: torch.device) -> None:
+    batch = Batch(16, [1, 1], [20, 40], [[0, 1], [2, 3, 4]], 5)
+    view = batch.view(numpy.random.default_rng(0), device)
+    for wrong in (True, torch.ones(3, dtype=torch.int32, device=device), torch.ones(2, dtype=torch.bool)):
+        with pytest.raises(
+            ValueError, match=r"^prompts.* is .*, must be a contiguous int32 tensor \[batch\] = \[2\]"
+        ):
+            replace(view, prompts=wrong)
 
 
 @pytest.mark.gpu

@@ -25,6 +25,7 @@ OPTIONS = {
     "page_size": 16,
     "window_left": -1,
     "kv_offsets": 0,
+    "prompts": 0,
     "positions": {"positions": 0, "requests": 5, "num_rows": 3},
     "entry_step": 1,
     "causal": True,
