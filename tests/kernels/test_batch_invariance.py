@@ -242,7 +242,7 @@ PROMPT_SHAPES = [
 
 
 @each_kernel
-@pytest.mark.parametrize("window_left", [-1])
+@pytest.mark.parametrize("window_left", [-1, 0, 40, 600])
 @pytest.mark.parametrize("shape", PROMPT_SHAPES, ids=lambda shape: f"{shape.group_size}-{shape.head_dim}")
 def test_cached_prefixes_do_not_change_a_prompt(device: torch.device, shape: Shape, window_left: int) -> None:
     """Every row has the bits that it has in the whole prompt. A decode in the batch keeps its own."""

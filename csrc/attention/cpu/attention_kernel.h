@@ -83,13 +83,13 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     }
 
     Blocks blocks(params_, item_);
-    TokenRange block = blocks.next();
+    TokenBlock block = blocks.next();
     TokenRows* rows = &s_.tokens[0];
     TokenRows* next_rows = &s_.tokens[1];
     cache_.find(item_, block, *rows);
     cache_.prefetch(*rows, 0, rows->count);
     while (block.begin < block.end) {
-      const TokenRange next_block = blocks.next();
+      const TokenBlock next_block = blocks.next();
       const bool last = next_block.begin >= next_block.end;
       if (!last)
         cache_.find(item_, next_block, *next_rows);

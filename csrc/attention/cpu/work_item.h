@@ -26,19 +26,27 @@ struct ItemRows : RowTileRows<true> {
   }
 };
 
-/// The tokens of an item that any of its rows may see, as far as plan knows, block by block.
+/// Tokens [begin, end) of an item. No row of its row tile sees the tokens before `readable`, which need not be in the
+/// cache.
+struct TokenBlock : TokenRange {
+  int32_t readable;
+};
+
+/// The tokens of an item that any of its rows may see, as far as plan knows, block by block. Blocks end at multiples of
+/// kBlockTokens and begin at multiples of kColumnStep, so a row's sums do not depend on what other rows see.
 template <class Engine, class Variant>
 class TokenBlocks {
  public:
   TokenBlocks(const AttentionParams& params, const WorkItem& item)
-      : params_(params), item_(item), rows_(params, item), kv_tile_(item.kv_tile_begin), run_{0, 0} {
+      : params_(params), item_(item), rows_(params, item), kv_tile_(item.kv_tile_begin), run_{} {
     if (rows_.existing == 0) kv_tile_ = item.kv_tile_end;
   }
 
   /// The next block; empty after the last one.
-  TokenRange next() {
+  TokenBlock next() {
     while (run_.begin >= run_.end && kv_tile_ < item_.kv_tile_end) next_run();
-    const TokenRange block{run_.begin, min_of(run_.end, run_.begin + Engine::kBlockTokens)};
+    TokenBlock block = run_;
+    block.end = min_of(run_.end, round_down(run_.begin, Engine::kBlockTokens) + Engine::kBlockTokens);
     run_.begin = block.end;
     return block;
   }
@@ -53,8 +61,12 @@ class TokenBlocks {
       end += params_.kv_tile;
       ++kv_tile_;
     } while (kv_tile_ < item_.kv_tile_end && token_of(tile, kv_tile_) == end);
-    run_ = seen_by_any_row(TokenRange{begin, static_cast<int32_t>(min_of<int64_t>(end, tile.kv_end))});
+    const TokenRange seen = seen_by_any_row(TokenRange{begin, static_cast<int32_t>(min_of<int64_t>(end, tile.kv_end))});
+    run_ = TokenBlock{{max_of(begin, round_down(seen.begin, Engine::kColumnStep)), seen.end}, seen.begin};
+    if (seen.begin >= seen.end) run_.begin = run_.end;
   }
+
+  static int32_t round_down(int32_t token, int32_t step) { return token / step * step; }
 
   int32_t token_of(const RowTile& tile, int32_t kv_tile) const {
     return kv_tile_start<Variant::kSkipsTiles>(params_.schedule, tile.group, tile.kv_begin, kv_tile, params_.kv_tile)
@@ -71,7 +83,7 @@ class TokenBlocks {
   const WorkItem& item_;
   const ItemRows rows_;
   int32_t kv_tile_;  // after `run_`
-  TokenRange run_;   // what is left of it
+  TokenBlock run_;   // what is left of it
 };
 
 /// Where the tokens of a block lie. kKvBytes: of an element of the cache.
@@ -92,14 +104,16 @@ struct CacheTokens {
   }
 
   /// Addresses of the keys and values of an item's tokens in `block`.
-  void find(const WorkItem& item, TokenRange block, TokenRows& rows) const {
+  void find(const WorkItem& item, TokenBlock block, TokenRows& rows) const {
     const int64_t table_begin = params.schedule.groups[params.schedule.tiles[item.tile].group].table_begin;
     const Level& level = ItemRows::level_of(params, item);
     const int64_t key_step = params.k.token_stride * kKvBytes;
     const int64_t value_step = params.v.token_stride * kKvBytes;
     const int32_t page_size = params.page_size.divisor;
     int i = 0;
-    for (int32_t token = block.begin; token < block.end;) {
+    const int32_t readable = min_of(block.readable, block.end);
+    for (; block.begin + i < readable; ++i) set_no_token(rows, i);
+    for (int32_t token = block.begin + i; token < block.end;) {
       const int32_t page = params.page_size.divide(token);
       const int32_t in_page = token - page * page_size;
       const int32_t run = min_of(block.end - token, page_size - in_page);
@@ -118,10 +132,7 @@ struct CacheTokens {
           rows.value_scales[i + j] = &params.token_scales.v.of(place, item.head);
         }
       } else {
-        for (int32_t j = i; j < i + run; ++j) {
-          rows.keys[j] = rows.values[j] = no_token;
-          rows.key_scales[j] = rows.value_scales[j] = reinterpret_cast<const float*>(no_token);
-        }
+        for (int32_t j = i; j < i + run; ++j) set_no_token(rows, j);
       }
       i += run;
       token += run;
@@ -130,6 +141,11 @@ struct CacheTokens {
   }
 
  private:
+  void set_no_token(TokenRows& rows, int32_t i) const {
+    rows.keys[i] = rows.values[i] = no_token;
+    rows.key_scales[i] = rows.value_scales[i] = reinterpret_cast<const float*>(no_token);
+  }
+
   /// Page number `page` of a request, inside the cache whatever the table says; -1 if there is no page at all.
   int64_t find_page(const Level& level, int64_t table_begin, int32_t page) const {
     int64_t id = table_begin + page;
