@@ -246,6 +246,8 @@ PROMPT_SHAPES = [
 @pytest.mark.parametrize("shape", PROMPT_SHAPES, ids=lambda shape: f"{shape.group_size}-{shape.head_dim}")
 def test_cached_prefixes_do_not_change_a_prompt(device: torch.device, shape: Shape, window_left: int) -> None:
     """Every row has the bits that it has in the whole prompt. A decode in the batch keeps its own."""
+    if device.type == "cpu" and shape is SHAPE:
+        shape = replace(shape, dtype=torch.float32)  # 16 bits hide sums in another order
     lens = [1, 17, 64, 129, 200, 1333] if shape.head_dim <= 256 else [1, 65, 300]
     decode = 3000
     starts = numpy.cumsum([0, *[-(-length // shape.page_size) for length in [*lens, decode]]]).tolist()
