@@ -91,7 +91,7 @@ struct Elements16Bits {
 struct GivenScales {
   static constexpr int kBits = 8, kLimits = 0;
   static constexpr bool kOfBlocks = false;
-  float scale;
+  float scale = 1.0f;  // heads of Q have no other
 };
 
 /// Rounds pairs of numbers for an 8-bit cache. kOfTokens: with TokenScales.

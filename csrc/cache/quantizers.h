@@ -32,7 +32,7 @@ ATTN_HD void add_to_limits(float* limits, float x) {
 struct ByteQuantizer {
   static constexpr int kBits = 8, kLimits = 1;
   static constexpr bool kOfBlocks = false;
-  float scale;
+  float scale = 1.0f;  // heads of Q have no other
 
   ByteQuantizer() = default;
   ATTN_HD ByteQuantizer(const float* limits, float /*factor*/, DataType element)
