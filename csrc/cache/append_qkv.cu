@@ -243,6 +243,9 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
     }
   };
   using Bytes = ByteChunk<kSize, kAligned, kBits == 4 ? 4 : 8>;
+  const auto set_bytes = [](Bytes& bytes, int32_t i, float low, float high, const auto& rounder) {
+    if constexpr (kQuantizes) bytes.set(i, low, high, rounder);
+  };
   const auto quantizer_of = [&](const auto* limits) {
     return Quantizer(limits, is_v ? p.v_factor : p.k_factor, p.scales.element);
   };
@@ -332,7 +335,7 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
           const auto rounder = rounder_of(quantizers[i], p.scales.element);
           Bytes bytes;
 #pragma unroll
-          for (int32_t j = 0; j < kSize; ++j) bytes.set(j, rotated[2 * j], rotated[2 * j + 1], rounder);
+          for (int32_t j = 0; j < kSize; ++j) set_bytes(bytes, j, rotated[2 * j], rotated[2 * j + 1], rounder);
           bytes.store(reinterpret_cast<uint8_t*>(to), kSize);
         } else if (writes_kv) {
 #pragma unroll
@@ -407,8 +410,8 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p) {
       float a[2], b[2];
       finish_pairs(i, j, offset, a, b);
       if (is_quantized) {
-        bytes.set(j, a[0], a[1], rounder);
-        bytes.set(kSize / 2 + j, b[0], b[1], rounder);
+        set_bytes(bytes, j, a[0], a[1], rounder);
+        set_bytes(bytes, kSize / 2 + j, b[0], b[1], rounder);
       } else if (!is_same<Element, CacheElement> && is_cached) {
         x[i].words[j] = pack_finite<CacheElement>(a[0], a[1]);
         x[i].words[kSize / 2 + j] = pack_finite<CacheElement>(b[0], b[1]);

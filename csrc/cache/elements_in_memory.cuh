@@ -85,7 +85,6 @@ class Divisor {
 struct Elements16Bits {
   static constexpr int kBits = 16, kLimits = 0;
   static constexpr bool kOfBlocks = false;
-  ATTN_HD uint32_t operator()(float, float) const { return 0; }  // is not called
 };
 
 struct GivenScales {
