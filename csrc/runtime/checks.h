@@ -136,6 +136,8 @@ constexpr DLDataType dl_dtype(DataType dtype) {
     case DataType::kInt8:
       return {kDLInt, 8, 1};
     default:
+      if (dtype < DataType{} || static_cast<int32_t>(dtype) >= kNumDataTypes)
+        refuse("DataType", static_cast<int32_t>(dtype), "a value of the enum");
       return kUInt8;  // two columns of 4 bits, or rows of bytes
   }
 }
