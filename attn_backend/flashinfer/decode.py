@@ -172,11 +172,9 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             self._check_batch_size(batch_size)
         indptr, indices = pages_from_zero(indptr, indices)
         names = ("indices", "paged_kv_indices_buffer")
-        self._paged_kv_indices_buf = self._plan_tensor(
-            self._paged_kv_indices_buf, indices, non_blocking, names
-        )
-        self._paged_kv_indptr_buf = self._plan_tensor(self._paged_kv_indptr_buf, indptr, non_blocking)
-        self._paged_kv_last_page_len_buf = self._plan_tensor(
+        self._paged_kv_indices_buf = self._buffered(self._paged_kv_indices_buf, indices, non_blocking, names)
+        self._paged_kv_indptr_buf = self._buffered(self._paged_kv_indptr_buf, indptr, non_blocking)
+        self._paged_kv_last_page_len_buf = self._buffered(
             self._paged_kv_last_page_len_buf, last_page_len, non_blocking
         )
         self._q_len_per_req = q_len_per_req
@@ -187,13 +185,13 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf, page_size
         )
         self._batch_invariant = keeps_splits(fixed_split_size, disable_split_kv)
-        self._plan_logits(
+        self._plan_buffers(
             pos_encoding(pos_encoding_mode, rope_scale, rope_theta), window_left, logits_soft_cap
         )
 
     begin_forward = plan
 
-    def _plan_logits(self, pos: PosEncoding, window_left: int, logits_soft_cap: float | None) -> None:
+    def _plan_buffers(self, pos: PosEncoding, window_left: int, logits_soft_cap: float | None) -> None:
         # Engines compare some of these with their own values.
         self._pos, self._window_left, self._logits_soft_cap = pos, window_left, logits_soft_cap or 0.0
         qo_indptr = indptr_of_equal(self._batch_size, self._q_len_per_req or 1, self.device)
@@ -321,7 +319,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             self._window_left,
             self._logits_soft_cap,
         ):
-            self._plan_logits(pos, window_left, logits_soft_cap)
+            self._plan_buffers(pos, window_left, logits_soft_cap)
         self._sm_scale = sm_scale
         return self.run(
             q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse

@@ -138,10 +138,10 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             self._check_batch_size(batch_size)
         kv_indptr, kv_indices = pages_from_zero(kv_indptr, kv_indices)
         names = ("kv_indices", "the buffer kv_indices")
-        self._kv_indices_buf = self._plan_tensor(self._kv_indices_buf, kv_indices, True, names)
-        self._qo_indptr_buf = self._plan_tensor(self._qo_indptr_buf, qo_indptr, True)
-        self._kv_indptr_buf = self._plan_tensor(self._kv_indptr_buf, kv_indptr, True)
-        self._kv_len_arr_buf = self._plan_tensor(self._kv_len_arr_buf, kv_len_arr, True)
+        self._kv_indices_buf = self._buffered(self._kv_indices_buf, kv_indices, True, names)
+        self._qo_indptr_buf = self._buffered(self._qo_indptr_buf, qo_indptr, True)
+        self._kv_indptr_buf = self._buffered(self._kv_indptr_buf, kv_indptr, True)
+        self._kv_len_arr_buf = self._buffered(self._kv_len_arr_buf, kv_len_arr, True)
         self._heads, self._page_size, self._causal, self._sm_scale = heads, page_size, bool(causal), sm_scale
         self._of_cache = heads.kv_dtype or heads.dtype
         self._has_rope = head_dim_kpe > 0

@@ -116,7 +116,7 @@ class BatchPrefill(Wrapper):
         self._mask_indptr_buf.copy_(mask_indptr, non_blocking=non_blocking)
         self._mask = (self._custom_mask_buf, self._mask_indptr_buf)
 
-    def _plan_logits(
+    def _plan_buffers(
         self, causal: bool, pos: PosEncoding, window_left: int, logits_soft_cap: float | None
     ) -> None:
         # Engines compare some of these with their own values.
@@ -153,9 +153,9 @@ class BatchPrefill(Wrapper):
     def set_causal(self, causal: bool) -> None:
         """Plans again if the plan's value differs."""
         if self._is_planned and causal != self._causal:
-            self._plan_logits(causal, self._pos, self._window_left, self._logits_soft_cap)
+            self._plan_buffers(causal, self._pos, self._window_left, self._logits_soft_cap)
 
-    def _plan_as(
+    def _plan_for_forward(
         self,
         causal: bool,
         pos: PosEncoding,
@@ -163,14 +163,14 @@ class BatchPrefill(Wrapper):
         logits_soft_cap: float | None,
         sm_scale: Scale | None,
     ) -> None:
-        """Plans with the options of `forward`, which replace the plan's."""
+        """Plans again if the options of `forward`, which replace the plan's, differ from them."""
         if self._is_planned and (causal, pos, window_left, logits_soft_cap or 0.0) != (
             self._causal,
             self._pos,
             self._window_left,
             self._logits_soft_cap,
         ):
-            self._plan_logits(causal, pos, window_left, logits_soft_cap)
+            self._plan_buffers(causal, pos, window_left, logits_soft_cap)
         self._sm_scale = sm_scale
 
     def _plan_from_host(
@@ -217,7 +217,7 @@ class BatchPrefill(Wrapper):
                 f"{planned}, as in the first plan",
             )
         self._rows = int(qo_indptr_host[-1])
-        self._plan_logits(causal, self._pos, window_left, self._logits_soft_cap)
+        self._plan_buffers(causal, self._pos, window_left, self._logits_soft_cap)
         return []
 
 
@@ -369,14 +369,12 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
             self._check_fixed(batch_size)
         paged_kv_indptr, paged_kv_indices = pages_from_zero(paged_kv_indptr, paged_kv_indices)
         names = ("paged_kv_indices", "paged_kv_indices_buf")
-        self._paged_kv_indices_buf = self._plan_tensor(
+        self._paged_kv_indices_buf = self._buffered(
             self._paged_kv_indices_buf, paged_kv_indices, non_blocking, names
         )
-        self._qo_indptr_buf = self._plan_tensor(self._qo_indptr_buf, qo_indptr, non_blocking)
-        self._paged_kv_indptr_buf = self._plan_tensor(
-            self._paged_kv_indptr_buf, paged_kv_indptr, non_blocking
-        )
-        self._paged_kv_last_page_len_buf = self._plan_tensor(
+        self._qo_indptr_buf = self._buffered(self._qo_indptr_buf, qo_indptr, non_blocking)
+        self._paged_kv_indptr_buf = self._buffered(self._paged_kv_indptr_buf, paged_kv_indptr, non_blocking)
+        self._paged_kv_last_page_len_buf = self._buffered(
             self._paged_kv_last_page_len_buf, paged_kv_last_page_len, non_blocking
         )
         self._keep_mask(packed, mask_indptr, non_blocking)
@@ -385,7 +383,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
             self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf, page_size
         )
         self._batch_invariant = keeps_splits(fixed_split_size, disable_split_kv)
-        self._plan_logits(
+        self._plan_buffers(
             causal, pos_encoding(pos_encoding_mode, rope_scale, rope_theta), window_left, logits_soft_cap
         )
 
@@ -477,7 +475,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
 
         For code that predates `run`.
         """
-        self._plan_as(
+        self._plan_for_forward(
             causal,
             pos_encoding(pos_encoding_mode, rope_scale, rope_theta),
             window_left,
@@ -609,13 +607,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
         )
         if self._use_cuda_graph:
             self._check_fixed(batch_size)
-        self._qo_indptr_buf = self._plan_tensor(self._qo_indptr_buf, qo_indptr, non_blocking)
-        self._kv_indptr_buf = self._plan_tensor(self._kv_indptr_buf, kv_indptr, non_blocking)
+        self._qo_indptr_buf = self._buffered(self._qo_indptr_buf, qo_indptr, non_blocking)
+        self._kv_indptr_buf = self._buffered(self._kv_indptr_buf, kv_indptr, non_blocking)
         self._keep_mask(packed, mask_indptr, non_blocking)
         self._sm_scale = sm_scale
         self._table = PageTable.ragged(self._kv_indptr_buf)
         self._batch_invariant = keeps_splits(fixed_split_size, disable_split_kv)
-        self._plan_logits(
+        self._plan_buffers(
             causal, pos_encoding(pos_encoding_mode, rope_scale, rope_theta), window_left, logits_soft_cap
         )
 
@@ -712,7 +710,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
 
         For code that predates `run`.
         """
-        self._plan_as(
+        self._plan_for_forward(
             causal,
             pos_encoding(pos_encoding_mode, rope_scale, rope_theta),
             window_left,

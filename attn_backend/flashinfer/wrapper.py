@@ -542,7 +542,7 @@ class Wrapper:
                 f"{self._fixed_batch_size}, that of the buffers, with use_cuda_graph=True",
             )
 
-    def _plan_tensor(
+    def _buffered(
         self, buffer: Any, tensor: Tensor, non_blocking: bool, names: tuple[str, str] | None = None
     ) -> Tensor:
         """A plan's tensor on the device, with CUDA graphs in its buffer.
