@@ -336,8 +336,13 @@ class KVCache:
         check_same_device("v", self.v, "k", self.k.device)
         for name in ("k_scale", "v_scale"):
             scale = getattr(self, name)
-            if isinstance(scale, BlockScales) and not isinstance(scale.blocks, Tensor):
+            if not isinstance(scale, BlockScales):
+                continue
+            if not isinstance(scale.blocks, Tensor):
                 refuse(f"{name}.blocks", scale.blocks, "a tensor")
+            # First: the other checks take the type of the cache from this dtype.
+            if self.dtype == torch.uint8 and scale.blocks.dtype not in _BLOCK_DTYPES:
+                refuse(f"{name}.blocks", scale.blocks, f"of {' or '.join(map(dtype_name, _BLOCK_DTYPES))}")
         step = FOUR_BIT_COLUMNS.get(self.stored_dtype)
         if (
             step is None

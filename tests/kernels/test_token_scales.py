@@ -320,6 +320,10 @@ def test_refused_block_scales() -> None:
         ValueError, match=r"k is .*, must be of head_dim / 2 columns, and head_dim a multiple of 64"
     ):
         KVCache.from_pair(*narrow, k_scale=blocks, v_scale=blocks)
+    for dtype in (torch.float32, torch.float16):  # with any number of columns
+        blocks = BlockScales(torch.zeros(2, 16, HEADS, 3, dtype=dtype))
+        with pytest.raises(ValueError, match=r"k_scale\.blocks is .*, must be of float8_e4m3fn or uint8$"):
+            KVCache.from_pair(*narrow[..., :24], k_scale=blocks, v_scale=blocks)
     made = attention(kv_dtype=NVFP4)
     made.plan(view_of_one_row(3))
     q = torch.zeros(1, HEADS, 64).bfloat16()
