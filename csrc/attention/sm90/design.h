@@ -1,17 +1,12 @@
-// The Hopper kernel as the planner and the launcher see it: costs, shape, and what TMA has to know of the tensors.
+// The Hopper kernel as the planner and the launcher see it: costs, shape and arguments.
 #pragma once
 
-#include <cstddef>
-
+#include "attention/feed/arguments.h"
 #include "attention/feed/params.h"
 #include "attention/kernel_design.h"
 #include "attention/sm90/shape.h"
 
 namespace attn::sm90 {
-
-static_assert(offsetof(TmaParams, attention) + offsetof(AttentionParams, q) <= 192,
-              "what a CTA reads first: the arguments begin 192 bytes before the end of a line");
-static_assert(offsetof(TmaParams, v_packed) == offsetof(TmaParams, k) + 3 * sizeof(TensorMap), "cache_map()");
 
 constexpr KernelCosts kCosts{
     .kv_tile = {6, 6, 7, 9, 12, 6, 6, 8, 9, 12},
@@ -35,141 +30,6 @@ constexpr KernelCosts costs_of_whole_pairs() {
 /// heads over an 8-bit cache have only the first, with a producer that dequantizes rows (DequantizingCopier).
 enum Kernel : int32_t { kByBoxes = 0, kByRows = 1 };
 
-/// Largest power of two, up to 2^12, that divides the strides between rows of K and V; kRowsTooFarApart if a row lies
-/// 2^32 of these units or more from the first.
-inline int32_t unit_shift(const AttentionParams& params) {
-  constexpr int32_t kMaxShift = 12;
-  const int64_t strides = params.k.page_stride | params.k.token_stride | params.v.page_stride | params.v.token_stride;
-  int32_t shift = 0;
-  while (shift < kMaxShift && (strides >> shift & 1) == 0) ++shift;
-  const int64_t extent = max_of(params.k.page_stride, params.v.page_stride) * params.num_pages;
-  return extent >> shift >= int64_t{0xffffffff} ? kRowsTooFarApart : shift;
-}
-
-/// Encodes a map of Q or O, of type `dtype`, whose boxes are `packed_rows` rows of a row tile. Returns whether TMA can
-/// load and store them.
-inline bool encode_rows(const AttentionParams& params, const LaunchContext& context, const void* data, DataType dtype,
-                        int32_t columns, int64_t row_stride, int64_t head_stride, int32_t packed_rows, TensorMap& map) {
-  const int32_t group_size = params.group_size.divisor;
-  // With wide heads a row tile may have only some heads of a row.
-  const bool has_part_of_group = is_wide(context.dims) && group_size % packed_rows == 0;
-  const int32_t box_heads = has_part_of_group ? packed_rows : group_size;
-  if (packed_rows % box_heads != 0 || params.num_rows == 0) return false;
-  const Tensor4d tensor{.data = data,
-                        .dtype = dtype,
-                        .sizes = {columns, int64_t{params.num_kv_heads} * group_size, params.num_rows, 1},
-                        .strides = {head_stride, row_stride, row_stride * params.num_rows},
-                        .box = {kBlockRowBytes / bytes_of(dtype), box_heads, packed_rows / box_heads, 1}};
-  return context.encode(tensor, map);
-}
-
-/// Tokens of the boxes of K and V; 0: TMA cannot load them. A warp loads half a KV tile, which then consists of whole
-/// boxes. `is_flat`: rows are all that there is between heads and columns.
-inline int32_t box_tokens(const AttentionParams& params, bool is_flat) {
-  const int32_t half_tile = params.kv_tile / 2, page_size = params.page_size.divisor;
-  const int32_t tokens = is_flat ? half_tile : min_of(page_size, half_tile);
-  constexpr int32_t kLeastTokens = 8;  // rows that a permutation of chunks goes through
-  const bool is_whole = half_tile % tokens == 0 && (is_flat || page_size % tokens == 0);
-  return tokens >= kLeastTokens && is_whole ? tokens : 0;
-}
-
-/// Encodes a map of K or V. A box's rows have row_bytes.
-inline bool encode_cache(const AttentionParams& params, const LaunchContext& context, const KvTensor& tensor,
-                         int32_t columns, bool is_flat, int32_t tokens, TensorMap& map,
-                         int32_t row_bytes = kBlockRowBytes) {
-  const Tensor4d described{
-      .data = tensor.data,
-      .dtype = context.kv_dtype,
-      .sizes = {stored_columns(columns, context.kv_dtype), is_flat ? params.num_pages : params.page_size.divisor,
-                params.num_kv_heads, is_flat ? 1 : params.num_pages},
-      .strides = {is_flat ? tensor.page_stride : tensor.token_stride, tensor.head_stride, tensor.page_stride},
-      .box = {row_bytes / bytes_of(context.kv_dtype), tokens, 1, 1}};
-  return context.encode(described, map);
-}
-
-/// Finds whether one copy can load the TokenScales of a box, of `words` each. A dimension of size 1 may have any
-/// stride.
-inline void find_scales(TmaParams& tma, int64_t words) {
-  constexpr int64_t kUnit = 16 / sizeof(float);
-  struct Strides {
-    int64_t page, head;
-  };
-  const auto strides = [&](const TokenScales& scales) {
-    return Strides{tma.attention.num_pages > 1 ? scales.page_stride : kUnit,
-                   tma.attention.num_kv_heads > 1 ? scales.head_stride : 0};
-  };
-  const auto& scales = tma.attention.variant.as<AttentionTokenScales>();
-  const Strides k = strides(scales.k), v = strides(scales.v);
-  const uintptr_t addresses = reinterpret_cast<uintptr_t>(scales.k.data) | reinterpret_cast<uintptr_t>(scales.v.data);
-  const int64_t extent = k.page * tma.attention.num_pages + k.head * tma.attention.num_kv_heads;
-  if (k.page != v.page || k.head != v.head || scales.k.token_stride != words || scales.v.token_stride != words ||
-      k.page <= 0 || k.head < 0 || (k.page | k.head) % kUnit != 0 || addresses % 16 != 0 ||
-      extent / kUnit >= int64_t{1} << 32)
-    return;
-  tma.scales_page_units = static_cast<uint32_t>(k.page / kUnit);
-  tma.scales_head_units = static_cast<uint32_t>(k.head / kUnit);
-}
-
-/// Encodes the maps of DequantizedKv, which TMA can always load.
-inline void encode_dequantized(const LaunchContext& context, TmaParams& tma) {
-  const int32_t parts = tuning(context.dims, context.kv_form).stage_parts;
-  const auto encode = [&](const void* data, int32_t head_columns, TensorMap& map) {
-    const int32_t blocks = dequantized_columns(head_columns) / kBlockColumns;
-    const int64_t row_stride = int64_t{kBlockColumns} * blocks * tma.attention.num_kv_heads;
-    const Tensor4d tensor{
-        .data = data,
-        .dtype = context.dequantized.dtype,
-        .sizes = {kBlockColumns, context.dequantized.rows, int64_t{blocks} * tma.attention.num_kv_heads, 1},
-        .strides = {row_stride, kBlockColumns, row_stride * context.dequantized.rows},
-        .box = {kBlockColumns, tma.attention.kv_tile / parts, parts > 1 ? 1 : blocks, 1}};
-    context.encode(tensor, map);
-  };
-  encode(context.dequantized.k, context.dims.qk, tma.dequantized_k);
-  encode(context.dequantized.v, context.dims.v, tma.dequantized_v);
-}
-
-/// Encodes the packed maps of K and V. Two tokens of a head that lie together are a row of 128 bytes, if a box then has
-/// eight rows or more.
-inline bool encode_packed(const LaunchContext& context, bool is_flat, int32_t tokens, TmaParams& tma) {
-  const AttentionParams& params = tma.attention;
-  const auto is_pair = [&](const KvTensor& tensor, int32_t columns) {
-    return stored_columns(columns, context.kv_dtype) == kPackedTokenBytes && tensor.token_stride == kPackedTokenBytes;
-  };
-  tma.has_token_pairs =
-      !is_flat && tokens >= 16 && is_pair(params.k, context.dims.qk) && is_pair(params.v, context.dims.v);
-  const auto encode = [&](const KvTensor& tensor, int32_t columns, TensorMap& map) {
-    if (!tma.has_token_pairs)
-      return encode_cache(params, context, tensor, columns, is_flat, tokens, map, kPackedTokenBytes);
-    const Tensor4d pairs{
-        .data = tensor.data,
-        .dtype = context.kv_dtype,
-        .sizes = {2 * kPackedTokenBytes, params.page_size.divisor / 2, params.num_kv_heads, params.num_pages},
-        .strides = {2 * kPackedTokenBytes, tensor.head_stride, tensor.page_stride},
-        .box = {2 * kPackedTokenBytes, tokens / 2, 1, 1}};
-    return context.encode(pairs, map);
-  };
-  return encode(params.k, context.dims.qk, tma.k_packed) && encode(params.v, context.dims.v, tma.v_packed);
-}
-
-/// Encodes the maps of K and V, if TMA can load them.
-inline void encode_caches(const LaunchContext& context, TmaParams& tma) {
-  const AttentionParams& params = tma.attention;
-  const bool is_ragged = context.levels[0].table.indices == nullptr;
-  for (int32_t level = 1; level < context.num_levels; ++level) {
-    if ((context.levels[level].table.indices == nullptr) != is_ragged) return;
-  }
-  const bool is_flat = is_ragged || params.page_size.divisor == 1;
-  const int32_t tokens = box_tokens(params, is_flat);
-  const bool is_packed = decodes_packed(context.dims, context.kv_form);
-  if (tokens > 0 && encode_cache(params, context, params.k, context.dims.qk, is_flat, tokens, tma.k) &&
-      encode_cache(params, context, params.v, context.dims.v, is_flat, tokens, tma.v) &&
-      (!is_packed || encode_packed(context, is_flat, tokens, tma)))
-    (is_flat && !is_ragged ? tma.run_tokens : tma.box_tokens) = tokens;
-  const int32_t k_words = context.kv_form.scale_words(context.dims.qk);
-  const bool are_alike = k_words == context.kv_form.scale_words(context.dims.v);
-  if (context.kv_form.has_token_scales && tma.box_tokens > 0 && !is_flat && are_alike) find_scales(tma, k_words);
-}
-
 inline int32_t make_arguments(const LatentAttentionParams& params, const LaunchContext& context,
                               KernelArguments& arguments) {
   LatentTmaParams& tma = arguments.make<LatentTmaParams>();
@@ -192,9 +52,9 @@ inline int32_t make_arguments(const LatentAttentionParams& params, const LaunchC
   tma.has_one_row_map = encode_q(params.group_size.divisor, tma.q_row, tma.q_rope_row);
   tma.v_is_k = v_is_in_k(params.k, params.v, params.num_pages, params.page_size.divisor, params.num_kv_heads);
   const bool widens_on_load = is_wide(context.dims) && is_in_bytes(context.kv_dtype);
-  if (!widens_on_load) encode_caches(context, tma);
+  if (!widens_on_load) encode_caches(context, decodes_packed(context.dims, context.kv_form), tma);
   tma.has_dequantized = context.dequantized.rows > 0;
-  if (tma.has_dequantized) encode_dequantized(context, tma);
+  if (tma.has_dequantized) encode_dequantized(context, tuning(context.dims, context.kv_form).stage_parts, tma);
   const Kernel kernel = tma.box_tokens > 0 || widens_on_load ? kByBoxes : kByRows;
   tma.code = context.codes[kernel];
   tma.merge_code = context.merge_code;
