@@ -17,6 +17,8 @@ from tiers import mostly_slow
 from torch import Tensor
 
 from attn_backend import Attention, BSRView
+from attn_backend.jit import compilers
+from attn_backend.variants import builtin
 
 CPU = torch.device("cpu")
 SHAPE = Shape(2, 4, 128, torch.bfloat16, 16, None)
@@ -271,6 +273,55 @@ def test_cached_prefixes_do_not_change_a_prompt(device: torch.device, shape: Sha
         for i, (out, lse) in enumerate(run_prompts(some, attention, are_prompts, rng)):
             same = same_bits(out, whole[i][0][-len(out) :]) and same_bits(lse, whole[i][1][-len(lse) :])
             assert same, f"the last {rest} rows of request {i}\n{shape}"
+
+
+VARIANTS = {
+    "alibi": (builtin.alibi(), {"slopes": builtin.alibi_slopes(8)}),
+    "chunks": (builtin.chunked_local(300), {}),
+    "documents": (
+        builtin.document(),
+        {"document_ids": torch.arange(1500, dtype=torch.int32)[None] // 90 % 4},
+    ),
+}
+
+
+@pytest.mark.slow
+@each_kernel
+@pytest.mark.skipif(compilers.cpp_compiler() is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_cached_prefixes_under_variants(device: torch.device, name: str) -> None:
+    """KV tiles from the last to the first, row tiles that begin late, and row tiles with holes."""
+    variant, arguments = VARIANTS[name]
+    arguments = {
+        key: value.to(device) if isinstance(value, Tensor) else value for key, value in arguments.items()
+    }
+    tokens = 1500
+    pages = [list(range(-(-tokens // 16)))]
+    rng = numpy.random.default_rng(5)
+    problem = make_problem(rng, SHAPE, Batch(16, [tokens], [tokens], pages, 100), device)
+    attention = Attention(
+        8,
+        2,
+        128,
+        dtype=SHAPE.dtype,
+        device=device,
+        max_rows=tokens,
+        max_batch=1,
+        batch_invariant=True,
+        variant=variant,
+        kernel=attention_kernels.kernel_of(device, 0),
+    )
+
+    def run_last(rows: int) -> Tensor:
+        view = last_rows(problem, [rows]).batch.view(rng, device)
+        prompts = torch.ones(1, dtype=torch.int32, device=device)
+        attention.plan(replace(view, prompts=prompts), variant_args=arguments)
+        q = problem.q[tokens - rows : tokens]
+        return attention.run(q, problem.memory.kv, variant_args=arguments)
+
+    whole = run_last(tokens)
+    for rest in RESTS:
+        assert same_bits(run_last(rest), whole[-rest:]), rest
 
 
 def test_prompts_are_numbers_of_requests(device: torch.device) -> None:
