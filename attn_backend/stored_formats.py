@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 FourBitDtype = Literal["int4", "nvfp4", "fp4_mx_block16"]  # torch has no such dtypes; bytes are uint8
+PairDtype = Literal["int8_k_nvfp4_v"]  # of caches whose K and V have different formats
 BLOCK_COLUMNS = 16  # of a scale of blocks
 _PLAIN, _TOKENS = ("float8", "GivenScales"), ("tokens", "ByteQuantizer")
 _INT4, _FP4 = ("int4", "Int4Quantizer"), ("fp4", "Fp4Quantizer")
@@ -14,27 +15,42 @@ class StoredFormat(NamedTuple):
     """An element, and its scales.
 
     Attributes:
-        dtype: torch's name, or one of FourBitDtype.
+        dtype: torch's name, or one of FourBitDtype or PairDtype.
         element: part of names of kernels.
         struct: in csrc/common/elements.cuh; in DataType (csrc/common/data_type.h) with a k before it.
-        append: part of names of append kernels, and what quantizes in them (csrc/cache/quantizers.h).
-        head_columns: of 4 bits: head_dim is a multiple. 0: a column fills a byte.
+        append: part of names of append kernels, and what quantizes in them (csrc/cache/quantizers.h). None:
+            K and V of a pair have different ones.
+        head_columns: if K or V has 4 bits: head_dim is a multiple. 0: a column fills a byte.
         scales: torch's name for the dtype of a scale for each token and head, or for each block of columns of
             these. None: scales are for all, for heads, for requests or parts of rows.
         has_factor: a number multiplies all scales of blocks.
+        pair: the elements of K and of V, whose rows say all the rest.
     """
 
     dtype: str
     element: str
     struct: str
-    append: tuple[str, str]
+    append: tuple[str, str] | None
     head_columns: int = 0
     scales: str | None = None
     has_factor: bool = False
+    pair: tuple[str, str] | None = None
 
     @property
     def has_block_scales(self) -> bool:
         return self.scales not in (None, "float32")
+
+    @property
+    def has_token_scales(self) -> bool:
+        """Whether each token and head has scales."""
+        return self.scales is not None or self.pair is not None
+
+    @property
+    def sides(self) -> tuple[StoredFormat, StoredFormat]:
+        """The formats of K and of V."""
+        k, v = self.pair or (self.element, self.element)
+        by_element = {stored.element: stored for stored in FORMATS}
+        return by_element[k], by_element[v]
 
 
 FORMATS = (
@@ -46,4 +62,5 @@ FORMATS = (
     StoredFormat("int4", "int4_tokens", "Int4", _INT4, 32, "float32"),
     StoredFormat("nvfp4", "nvfp4", "NvFp4", _FP4, 64, "float8_e4m3fn", has_factor=True),
     StoredFormat("fp4_mx_block16", "mxfp4", "MxFp4", _FP4, 64, "uint8"),
+    StoredFormat("int8_k_nvfp4_v", "int8_nvfp4", "Int8NvFp4", None, 64, pair=("int8_tokens", "nvfp4")),
 )

@@ -158,12 +158,13 @@ ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # keys are torch's names
 # Caches with scales, by their elements (stored_formats.py), which are narrower than Q's, or the same under
 # float8_q. latent: MLA, scales per row. TOKEN_ELEMENTS: with a scale for each token and head, or more.
 FORMATS_BY_ELEMENT = {stored.element: stored for stored in FORMATS}
+_APPENDS = {stored.element: stored.append for stored in FORMATS if stored.append is not None}
 CUDA_KV_ELEMENTS = {stored.element: stored.struct for stored in FORMATS}
-TOKEN_ELEMENTS = {stored.element: stored.struct for stored in FORMATS if stored.scales is not None}
+TOKEN_ELEMENTS = {stored.element: stored.struct for stored in FORMATS if stored.has_token_scales}
 DEQUANTIZED_ELEMENTS = {name: struct for name, struct in CUDA_KV_ELEMENTS.items() if name != "latent"}
 # by torch's names
-KV_ELEMENT_NAMES = {stored.dtype: stored.element for stored in FORMATS if stored.scales is None}
-TOKEN_ELEMENT_NAMES = {stored.dtype: stored.element for stored in FORMATS if stored.scales is not None}
+KV_ELEMENT_NAMES = {stored.dtype: stored.element for stored in FORMATS if not stored.has_token_scales}
+TOKEN_ELEMENT_NAMES = {stored.dtype: stored.element for stored in FORMATS if stored.has_token_scales}
 FOUR_BIT_NAMES = {stored.dtype: stored.element for stored in FORMATS if stored.head_columns}
 CACHE_ELEMENT_NAMES = KV_ELEMENT_NAMES | ELEMENT_NAMES
 STANDARD_VARIANTS = {"standard": "StandardVariant", "sinks": "WithSinks<attn::StandardVariant>"}
@@ -188,6 +189,8 @@ SHIPPED_FLOAT8_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128, 256))  
 SHIPPED_TOKEN_HEAD_DIMS = tuple(HeadDims(dim, dim) for dim in (64, 128))
 SHIPPED_TOKEN_ELEMENTS = ("e4m3_tokens", "int8_tokens", "int4_tokens")
 SHIPPED_ROTATED = ("int4_tokens",)  # these only over rotated caches, as engines have them
+SHIPPED_PAIR_HEAD_DIMS = (HeadDims(128, 128),)  # for Hopper only
+SHIPPED_PAIRS = ("int8_nvfp4",)
 # bf16, by elements of caches that are dequantized on load
 _SHIPPED_WIDENED = {"e4m3": WIDE_HEAD_DIMS, "latent": (MLA_HEAD_DIMS,)}
 # for designs that multiply e4m3 Q and K directly
@@ -229,6 +232,7 @@ _SHIPPED_CACHES = (
         for element in SHIPPED_TOKEN_ELEMENTS
         for dims in SHIPPED_TOKEN_HEAD_DIMS
     ),
+    *(KernelShape("bf16", dims, element) for element in SHIPPED_PAIRS for dims in SHIPPED_PAIR_HEAD_DIMS),
     *(
         KernelShape("bf16", dims, element)
         for element, widened in _SHIPPED_WIDENED.items()
@@ -339,9 +343,20 @@ def append_qkv_name(element: str, kv_element: str | None = None, rotation: bool 
     """element: of heads. kv_element: of a cache of another type, from kv_element_of(). One kernel
     writes all 8-bit caches, another one all with a scale for each token and head, except for 4 bits.
     rotation: rotates K and V.
+
+    Raises:
+        KeyError: a pair, whose K and V have a kernel each: sides_of().
     """
-    of_cache = FORMATS_BY_ELEMENT[kv_element].append[0] if kv_element in FORMATS_BY_ELEMENT else kv_element
+    of_cache = _APPENDS[kv_element][0] if kv_element in FORMATS_BY_ELEMENT else kv_element
     return f"append_qkv_{element}{f'_{of_cache}' if of_cache else ''}{ROTATED if rotation else ''}"
+
+
+def sides_of(kv_element: str | None) -> tuple[str | None, str | None]:
+    """The elements of K and of V in a cache of this element."""
+    if kv_element not in FORMATS_BY_ELEMENT:
+        return kv_element, kv_element
+    k, v = FORMATS_BY_ELEMENT[kv_element].sides
+    return k.element, v.element
 
 
 def dequantize_name(element: str, kv_element: str) -> str:
@@ -677,7 +692,8 @@ def shape_of(name: str) -> KernelShape | None:
 
 def shipped_appends() -> list[tuple[str | None, bool]]:
     """The caches (kv_element, rotation) whose append kernels are built ahead of time: one for each kernel."""
-    of_tokens = {FORMATS_BY_ELEMENT[element].append[0]: element for element in SHIPPED_TOKEN_ELEMENTS}
+    elements = (*(side for pair in SHIPPED_PAIRS for side in sides_of(pair)), *SHIPPED_TOKEN_ELEMENTS)
+    of_tokens = {_APPENDS[element][0]: element for element in elements if element is not None}
     return [(element, element in SHIPPED_ROTATED) for element in (None, "e4m3", *of_tokens.values())]
 
 
@@ -690,7 +706,7 @@ def late_append(name: str) -> tuple[str, str | None, bool] | None:
     made = (
         (element, of_cache if of_cache != element else None, rotation)
         for element in CUDA_ELEMENTS
-        for of_cache in (None, "e4m3", *TOKEN_ELEMENTS, *CUDA_ELEMENTS)
+        for of_cache in (None, "e4m3", *(name for name in TOKEN_ELEMENTS if name in _APPENDS), *CUDA_ELEMENTS)
         for rotation in (False, True)
     )
     return next((arguments for arguments in made if append_qkv_name(*arguments) == name), None)
@@ -755,7 +771,8 @@ def _attention_kernels() -> Iterator[Kernel]:
     for shape in _SHIPPED_CACHES:
         for kernel in attention_kernels(shape, ("standard",)):
             # other designs dequantize Q and K
-            if not shape.float8_q or float8_archs.issuperset(kernel.archs):
+            is_for_hopper = shape.float8_q or shape.kv_element in SHIPPED_PAIRS
+            if not is_for_hopper or float8_archs.issuperset(kernel.archs):
                 yield kernel
     for element in (*CUDA_ELEMENTS, OUT_ELEMENT):
         yield Kernel(merge_name(element), ARCHS, merge_source(element, STANDARD_VARIANTS["standard"]))
@@ -770,9 +787,7 @@ def append_qkv_kernel(element: str, kv_element: str | None = None, rotation: boo
         element=CUDA_ELEMENTS[element],
         cache_element=CUDA_ELEMENTS.get(kv_element or "", CUDA_ELEMENTS[element]),
         rotates=str(rotation).lower(),
-        quantizer=FORMATS_BY_ELEMENT[kv_element].append[1]
-        if kv_element in FORMATS_BY_ELEMENT
-        else "Elements16Bits",
+        quantizer=_APPENDS[kv_element][1] if kv_element in FORMATS_BY_ELEMENT else "Elements16Bits",
     )
     text += '#include "cache/append_rounded.cu"\n' if has_scales and not rotation else ""
     return Kernel(append_qkv_name(element, kv_element, rotation), ARCHS, text)

@@ -21,6 +21,7 @@ from ..metadata.kv_cache import (
     BlockScales,
     CacheDtype,
     named_tensors,
+    side_dtypes,
 )
 from ..validation import (
     MAX_INT64,
@@ -89,6 +90,17 @@ def qkv_kernel_file(
         return ""
     kv_element = kv_element_of(kv_dtype, dtype, token_scales)
     return kernel_file(append_qkv_name(DTYPE_NAMES[dtype], kv_element, rotation), device)
+
+
+def _kernel_files(
+    device: torch.device, dtype: torch.dtype, kv: KVCache, rotation: bool = False
+) -> dict[str, str]:
+    """qkv_kernel_file() as the library's functions take it; of a pair, K's and V's."""
+    of_k, of_v = side_dtypes(kv.stored_dtype)
+    files = {"file": qkv_kernel_file(device, dtype, of_k, kv.has_token_scales, rotation)}
+    if of_v is not of_k:
+        files["v_file"] = qkv_kernel_file(device, dtype, of_v, True, rotation)
+    return files
 
 
 @torch_ops.eager
@@ -183,7 +195,6 @@ def append_qkv(
             k_cache=k_cache,
             v_cache=kv.v,
             slots=slots,
-            file=qkv_kernel_file(q.device, q.dtype, kv.stored_dtype, kv.has_token_scales, rotation),
             norm_eps=norm_eps,
             norm_offset=norm_offset,
             is_interleaved=is_interleaved,
@@ -192,6 +203,7 @@ def append_qkv(
             q_norm=q_norm,
             k_norm=k_norm,
             rotation=rotation,
+            **_kernel_files(q.device, q.dtype, kv, rotation),
             **_scale_arguments(kv),
         )
     except (
@@ -327,7 +339,7 @@ def append_rounded(
             k_cache=kv.k,
             v_cache=None if v is None else kv.v,
             slots=slots,
-            file=qkv_kernel_file(k.device, k.dtype, kv.stored_dtype, kv.has_token_scales),
+            **_kernel_files(k.device, k.dtype, kv),
             **_scale_arguments(kv),
             is_interleaved=is_interleaved,
             positions=positions,
@@ -387,6 +399,8 @@ class _Launchers(dict[int, Callable[..., Any]]):
 _launchers = _Launchers()
 
 
+# Arguments of the library's append_kv_rounded that calls may end with, the last one first.
+_LAST_ROUNDED = ("v_file", "v_factor", "k_factor", "rotation", "v_scale")
 _TOKEN_SCALED_BYTES = (*TOKEN_SCALED_DTYPES, torch.uint8)  # as tensors have them
 
 
@@ -411,8 +425,8 @@ def append_kv(
         k, v: [tokens, num_kv_heads, head_dim], tokens >= len(slots), head_dim contiguous.
         kv: the cache of one layer, on the same device. It has k's dtype or fewer bits. Float8 takes one scale
             for all heads, or one per head. int8, float8_e4m3fn and int4 take one for each token and head, FP4
-            takes BlockScales. A bfloat16 k may also be written to a float16 cache and vice versa, if head_dim
-            is a multiple of 8 up to 512.
+            takes BlockScales, "int8_k_nvfp4_v" one and the other. A bfloat16 k may also be written to a
+            float16 cache and vice versa, if head_dim is a multiple of 8 up to 512.
         slots: int32 or int64 [tokens]; negative slots and slots beyond the cache are skipped.
         rotation: rotate rows before they are rounded, for `Attention(rotation=True)`: signs, then a Hadamard
             matrix. k is not float8, v is as wide as k, head_dim is a multiple of 8 up to 256.
@@ -443,18 +457,16 @@ def append_kv(
             or {k.dtype, k_cache.dtype} == DTYPE_NAMES.keys()
         )
         if rotation or rounds:
-            file = qkv_kernel_file(k_cache.device, k.dtype, kv.stored_dtype, has_token_scales, rotation)
-            options = _scale_arguments(kv)
+            options = _kernel_files(k_cache.device, k.dtype, kv, rotation) | _scale_arguments(kv)
             if rotation:
                 options["rotation"] = rotation
-            last = next(name for name in ("v_factor", "k_factor", "rotation", "v_scale") if name in options)
+            last = next(name for name in _LAST_ROUNDED if name in options)
             by_name("append_kv_rounded", last=last)(
                 k=k,
                 v=v,
                 k_cache=k_cache,
                 v_cache=kv.v,
                 slots=slots,
-                file=file,
                 **options,
             )
             return

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..metadata import BSRView, KVCache, PageTable
-from ..metadata.kv_cache import BLOCK_COLUMNS, INT4, BlockScales, Scale
+from ..metadata.kv_cache import BLOCK_COLUMNS, BlockScales, CacheScale, Scale
 from ..metadata.values import check_page_ids
 from ..validation import refuse
 from ..variants import Variant
@@ -99,14 +99,9 @@ def interpret(
                     for of_rows in (k_scales, v_scales)
                 )
                 k_rows, v_rows = kv.k[page, place], kv.v[page, place]
-                if isinstance(kv.k_scale, Tensor) and isinstance(kv.v_scale, Tensor) and kv.has_token_scales:
-                    k_scale, v_scale = (of[page, place][:, :, None] for of in (kv.k_scale, kv.v_scale))
-                if kv.stored_dtype == INT4:
-                    k_rows, k_scale = _int4_rows(k_rows, k_scale)
-                    v_rows, v_scale = _int4_rows(v_rows, v_scale)
-                if isinstance(kv.k_scale, BlockScales) and isinstance(kv.v_scale, BlockScales):
-                    k_rows, k_scale = _fp4_rows(k_rows, kv.k_scale, page, place)
-                    v_rows, v_scale = _fp4_rows(v_rows, kv.v_scale, page, place)
+                if kv.has_token_scales:
+                    k_rows, k_scale = _rows_and_scales(k_rows, kv.k_scale, page, place)
+                    v_rows, v_scale = _rows_and_scales(v_rows, kv.v_scale, page, place)
                 k, v = k_rows.double() * k_scale.double(), v_rows.double() * v_scale.double()
                 if back is not None:
                     k, v = k @ back, v @ back
@@ -140,6 +135,17 @@ def interpret(
                     )
                     states.add(rows, scores, seen, v, of_v)
     states.finish(out, lse, sinks, out_scale)
+
+
+def _rows_and_scales(rows: Tensor, scale: CacheScale, page: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of K or V with a scale for each token and head, or block: numbers [..., columns], and what
+    multiplies them.
+    """
+    if isinstance(scale, BlockScales):
+        return _fp4_rows(rows, scale, page, place)
+    assert isinstance(scale, Tensor)
+    of_rows = scale[page, place][:, :, None]
+    return _int4_rows(rows, of_rows) if rows.dtype == torch.uint8 else (rows, of_rows)
 
 
 def _int4_rows(rows: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from numbers import Real
-from typing import NamedTuple, TypeVar, cast
+from typing import Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from ..stored_formats import BLOCK_COLUMNS, FORMATS, FourBitDtype, StoredFormat
+from ..stored_formats import BLOCK_COLUMNS, FORMATS, FourBitDtype, PairDtype, StoredFormat
 from ..validation import (
     brief,
     check_int,
@@ -25,28 +25,35 @@ from ..validation import (
 
 _Views = TypeVar("_Views")
 SCALED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)  # of caches with separate scales
-CacheDtype = torch.dtype | FourBitDtype
+CacheDtype = torch.dtype | FourBitDtype | PairDtype
 
 
 def cache_dtype(stored: StoredFormat) -> CacheDtype:
-    return cast(FourBitDtype, stored.dtype) if stored.head_columns else getattr(torch, stored.dtype)
+    return cast(CacheDtype, stored.dtype) if stored.head_columns else getattr(torch, stored.dtype)
 
 
 INT4: FourBitDtype = "int4"
 NVFP4: FourBitDtype = "nvfp4"
 MXFP4: FourBitDtype = "fp4_mx_block16"
+INT8_NVFP4: PairDtype = "int8_k_nvfp4_v"
 # Of caches with a scale for each token and head, or with BlockScales.
-TOKEN_SCALED_FORMATS = {cache_dtype(stored): stored for stored in FORMATS if stored.scales is not None}
+TOKEN_SCALED_FORMATS = {cache_dtype(stored): stored for stored in FORMATS if stored.has_token_scales}
 TOKEN_SCALED_DTYPES: tuple[CacheDtype, ...] = tuple(TOKEN_SCALED_FORMATS)
-# By 4-bit dtype; head_dim is a multiple.
+# By dtype, if K or V has 4 bits; head_dim is a multiple.
 FOUR_BIT_COLUMNS: dict[CacheDtype, int] = {
     dtype: stored.head_columns for dtype, stored in TOKEN_SCALED_FORMATS.items() if stored.head_columns
 }
-# Their bytes are uint8: the dtype of their scales tells them apart.
-_FOUR_BITS_BY_SCALES = {
-    getattr(torch, TOKEN_SCALED_FORMATS[dtype].scales or ""): dtype for dtype in FOUR_BIT_COLUMNS
+# Bytes of 4 bits are uint8: the dtype of their scales tells them apart.
+_FOUR_BITS = [stored for stored in TOKEN_SCALED_FORMATS.values() if stored.head_columns and not stored.pair]
+_FOUR_BITS_BY_SCALES = {getattr(torch, stored.scales or ""): cache_dtype(stored) for stored in _FOUR_BITS}
+assert len(_FOUR_BITS_BY_SCALES) == len(_FOUR_BITS), "4-bit types whose scales have the same dtype"
+# The dtypes of K and V.
+_SIDES: dict[CacheDtype, tuple[CacheDtype, CacheDtype]] = {
+    dtype: (cache_dtype(stored.sides[0]), cache_dtype(stored.sides[1]))
+    for dtype, stored in TOKEN_SCALED_FORMATS.items()
+    if stored.pair
 }
-assert len(_FOUR_BITS_BY_SCALES) == len(FOUR_BIT_COLUMNS), "4-bit types whose scales have the same dtype"
+_PAIRS = {sides: dtype for dtype, sides in _SIDES.items()}
 _BLOCK_DTYPES = tuple(dtype for dtype in _FOUR_BITS_BY_SCALES if dtype != torch.float32)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, *SCALED_DTYPES, torch.int8)
 _DTYPES_TEXT = "bfloat16, float16, float32, float8_e4m3fn, float8_e5m2 or int8"
@@ -99,6 +106,9 @@ class KVCache:
 
     uint8 with BlockScales is FP4: e2m1 numbers, packed like int4's, times the scale of their block and its
     factor. Append computes the scales of blocks, and reads the factor. head_dim is a multiple of 64.
+
+    The one pair of different formats is "int8_k_nvfp4_v": int8 K with a scale for each token and head, uint8
+    V with float8_e4m3fn BlockScales. head_dim is a multiple of 64.
 
     Raises:
         ValueError: K or V of another dtype or dimension, K and V that do not match, a head_dim that is not
@@ -291,24 +301,32 @@ class KVCache:
     def head_dim(self) -> int:
         if self.dtype == SCALED_LATENT_DTYPE and not self.has_token_scales:
             return SCALED_LATENT_DIMS[0]
-        return self.k.shape[3] * (2 if self.stored_dtype in FOUR_BIT_COLUMNS else 1)
+        return self.k.shape[3] * (2 if self._stored_dtype_of("k") in FOUR_BIT_COLUMNS else 1)
 
     @property
     def head_dim_v(self) -> int:
-        return self.v.shape[3] * (2 if self.stored_dtype in FOUR_BIT_COLUMNS else 1)
+        return self.v.shape[3] * (2 if self._stored_dtype_of("v") in FOUR_BIT_COLUMNS else 1)
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of K."""
         return self.k.dtype
 
     @property
     def stored_dtype(self) -> CacheDtype:
-        """The dtype; one of FourBitDtype of 4-bit caches, whose bytes are uint8. `Attention` takes it as
-        kv_dtype.
+        """The dtype; one of FourBitDtype of 4-bit caches, whose bytes are uint8; one of PairDtype if K and V
+        have different formats. `Attention` takes it as kv_dtype.
         """
-        if self.dtype != torch.uint8 or not self.has_token_scales:
-            return self.dtype
-        scales = self.k_scale.blocks.dtype if isinstance(self.k_scale, BlockScales) else torch.float32
+        of_k = self._stored_dtype_of("k")
+        if self.k.dtype is self.v.dtype:
+            return of_k
+        return _PAIRS.get((of_k, self._stored_dtype_of("v")), of_k)  # the checks refuse other pairs
+
+    def _stored_dtype_of(self, side: Literal["k", "v"]) -> CacheDtype:
+        rows, scale = (self.k, self.k_scale) if side == "k" else (self.v, self.v_scale)
+        if rows.dtype != torch.uint8 or not _is_of_tokens(scale):
+            return rows.dtype
+        scales = scale.blocks.dtype if isinstance(scale, BlockScales) else torch.float32
         return _FOUR_BITS_BY_SCALES.get(scales, NVFP4)  # the checks refuse other dtypes of scales
 
     @property
@@ -326,14 +344,6 @@ class KVCache:
     def __post_init__(self) -> None:
         object.__setattr__(self, "k", _checked("k", self.k))
         object.__setattr__(self, "v", _checked("v", self.v))
-        if self.v.shape[:3] != self.k.shape[:3] or self.v.dtype != self.k.dtype:
-            refuse(
-                "v",
-                self.v,
-                f"of k's shape {list(self.k.shape)}, except for the last dimension, and of dtype "
-                f"{dtype_name(self.k.dtype)}",
-            )
-        check_same_device("v", self.v, "k", self.k.device)
         for name in ("k_scale", "v_scale"):
             scale = getattr(self, name)
             if not isinstance(scale, BlockScales):
@@ -343,6 +353,16 @@ class KVCache:
             # First: the other checks take the type of the cache from this dtype.
             if self.dtype == torch.uint8 and scale.blocks.dtype not in _BLOCK_DTYPES:
                 refuse(f"{name}.blocks", scale.blocks, f"of {' or '.join(map(dtype_name, _BLOCK_DTYPES))}")
+        is_pair = self.stored_dtype in _SIDES
+        if self.v.shape[:3] != self.k.shape[:3] or (self.v.dtype != self.k.dtype and not is_pair):
+            refuse(
+                "v",
+                self.v,
+                f"of k's shape {list(self.k.shape)}, except for the last dimension, and of dtype "
+                f"{dtype_name(self.k.dtype)}"
+                + (", or uint8 with float8_e4m3fn BlockScales" if self.k.dtype == torch.int8 else ""),
+            )
+        check_same_device("v", self.v, "k", self.k.device)
         step = FOUR_BIT_COLUMNS.get(self.stored_dtype)
         if (
             step is None
@@ -364,16 +384,17 @@ class KVCache:
                 f"[pages, page_size, num_kv_heads] or BlockScales",
             )
         for name, view in (("k", self.k), ("v", self.v)):
-            if step is not None and (view.shape[3] * 2) % step:
-                refuse(name, view, f"of head_dim / 2 columns, and head_dim a multiple of {step}")
-        if isinstance(self.k_scale, BlockScales) != isinstance(self.v_scale, BlockScales):
+            columns, of_row = (2, "head_dim / 2") if view.dtype == torch.uint8 else (1, "head_dim")
+            if step is not None and (view.shape[3] * columns) % step:
+                refuse(name, view, f"of {of_row} columns, and head_dim a multiple of {step}")
+        if not is_pair and isinstance(self.k_scale, BlockScales) != isinstance(self.v_scale, BlockScales):
             refuse("v_scale", self.v_scale, "BlockScales if k_scale is, and only then")
         for name in ("k_scale", "v_scale"):
             object.__setattr__(self, name, self._checked_scale(name, getattr(self, name)))
-        if self.has_token_scales != _is_of_tokens(self.v_scale):
-            refuse("v_scale", self.v_scale, "one for each token and head if k_scale is, and only then")
         if self.dtype == torch.int8 and not self.has_token_scales:
             refuse("k_scale", self.k_scale, f"{self._form_of_token_scales}: int8 has no other scales")
+        if self.has_token_scales != _is_of_tokens(self.v_scale):
+            refuse("v_scale", self.v_scale, "one for each token and head if k_scale is, and only then")
 
     @property
     def _form_of_token_scales(self) -> str:
@@ -384,17 +405,18 @@ class KVCache:
             return None
         if isinstance(scale, BlockScales):
             return self._checked_blocks(name, scale)
-        if self.stored_dtype not in (*SCALED_DTYPES, *TOKEN_SCALED_DTYPES):
+        stored_dtype = self._stored_dtype_of("v" if name == "v_scale" else "k")
+        if stored_dtype not in (*SCALED_DTYPES, *TOKEN_SCALED_DTYPES):
             refuse(name, scale, f"None: a {dtype_name(self.dtype)} cache has no scales")
         if isinstance(scale, Tensor):
             heads, of_tokens = self.num_kv_heads, list(self.k.shape[:3])
-            has_token_scales = self.stored_dtype in TOKEN_SCALED_DTYPES
+            has_token_scales = stored_dtype in TOKEN_SCALED_DTYPES
             is_right = scale.dtype == torch.float32 and (
                 has_token_scales and list(scale.shape) == of_tokens
                 if scale.ndim > 2
                 else scale.numel() == 1 or scale.shape[-1:] == (heads,) or scale.shape[1:] == (1,)
             )
-            if not is_right and has_token_scales and self.stored_dtype not in SCALED_DTYPES:
+            if not is_right and has_token_scales and stored_dtype not in SCALED_DTYPES:
                 refuse(name, scale, self._form_of_token_scales)
             if not is_right or (scale.numel() == 0 and scale.ndim < 3):
                 refuse(
@@ -409,16 +431,17 @@ class KVCache:
         return checked_scale(name, scale)
 
     def _checked_blocks(self, name: str, scale: BlockScales) -> BlockScales:
+        blocks, view = scale.blocks, self.v if name == "v_scale" else self.k
         require(
-            self.dtype == torch.uint8,
+            view.dtype == torch.uint8,
             name,
             "BlockScales",
-            f"a number or a tensor over {dtype_name(self.dtype)}",
+            f"a number or a tensor over {dtype_name(view.dtype)}",
         )
-        blocks, view = scale.blocks, self.v if name == "v_scale" else self.k
         shape = [*view.shape[:3], view.shape[3] * 2 // BLOCK_COLUMNS]
-        of_k = cast("BlockScales", self.k_scale).blocks.dtype
-        dtypes = _BLOCK_DTYPES if name == "k_scale" else (of_k,)
+        dtypes = _BLOCK_DTYPES
+        if name == "v_scale" and isinstance(self.k_scale, BlockScales):
+            dtypes = (self.k_scale.blocks.dtype,)
         is_right = isinstance(blocks, Tensor) and blocks.dtype in dtypes and list(blocks.shape) == shape
         if not is_right or (blocks.shape[3] > 1 and blocks.stride(3) != 1):
             refuse(
@@ -446,8 +469,16 @@ def named_tensors(kv: KVCache) -> Iterator[tuple[str, Tensor]]:
             yield name, scale
 
 
+def side_dtypes(dtype: CacheDtype) -> tuple[CacheDtype, CacheDtype]:
+    """The dtypes of K and of V in a cache of this dtype."""
+    return _SIDES.get(dtype, (dtype, dtype))
+
+
 def stored_columns(columns: int, dtype: CacheDtype) -> int:
-    """The elements of a row in a cache's tensor: 4-bit dtypes have two columns in each."""
+    """The elements of a row of K or V in a cache's tensor: 4-bit dtypes have two columns in each.
+
+    dtype: one of side_dtypes().
+    """
     return columns // 2 if dtype in FOUR_BIT_COLUMNS else columns
 
 

@@ -23,24 +23,36 @@ struct KvForm {
   int32_t element_bytes;
   bool multiplies_float8;  // prefill multiplies 8-bit elements as they are (sm90/float8_prefill.cuh)
   bool has_token_scales;   // TokenScales
-  DataType dtype;          // kFloat32 if the cache has no 4-bit type
+  DataType dtype;          // kFloat32 if neither K nor V has a 4-bit type
   bool is_for_bf16;        // products take bf16 numbers
   ATTN_HD constexpr KvForm(int32_t element_bytes_, bool multiplies_float8_ = false, bool has_token_scales_ = false,
                            DataType dtype_ = DataType::kFloat32, bool is_for_bf16_ = false)
       : element_bytes(element_bytes_),
         multiplies_float8(multiplies_float8_),
         has_token_scales(has_token_scales_),
-        dtype(attn::has_4_bits(dtype_) ? dtype_ : DataType::kFloat32),
+        dtype(attn::has_4_bits(side_type(dtype_, false)) || attn::has_4_bits(side_type(dtype_, true))
+                  ? dtype_
+                  : DataType::kFloat32),
         is_for_bf16(is_for_bf16_) {}
 
-  ATTN_HD constexpr bool has_4_bits() const { return attn::has_4_bits(dtype); }
-  /// TokenScales are of blocks.
-  ATTN_HD constexpr bool has_block_scales() const { return attn::has_block_scales(dtype); }
-  /// Elements of a row.
-  ATTN_HD constexpr int32_t stored_columns(int32_t columns) const { return has_4_bits() ? columns / 2 : columns; }
-  /// Of the TokenScales of a head.
-  ATTN_HD constexpr int32_t scale_words(int32_t columns) const {
-    return attn::scale_words(columns, has_block_scales());
+  /// K or V has.
+  ATTN_HD constexpr bool has_4_bits() const { return dtype != DataType::kFloat32; }
+  ATTN_HD constexpr bool is_pair() const { return stored_format(dtype).is_pair; }
+  /// K's TokenScales are of blocks, or V's.
+  ATTN_HD constexpr bool has_block_scales() const {
+    return attn::has_block_scales(side_type(dtype, false)) || attn::has_block_scales(side_type(dtype, true));
+  }
+  /// Elements of a row of K or V.
+  ATTN_HD constexpr int32_t stored_columns(int32_t columns, bool is_v) const {
+    return attn::stored_columns(columns, side_type(dtype, is_v));
+  }
+  /// Of the TokenScales of a head of K or V.
+  ATTN_HD constexpr int32_t scale_words(int32_t columns, bool is_v) const {
+    return attn::scale_words(columns, attn::has_block_scales(side_type(dtype, is_v)));
+  }
+  /// The more of K's and V's.
+  ATTN_HD constexpr int32_t scale_words(HeadDims dims) const {
+    return max_of(scale_words(dims.qk, false), scale_words(dims.v, true));
   }
 };
 

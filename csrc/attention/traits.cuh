@@ -9,9 +9,9 @@
 
 namespace attn {
 
-/// Element_: the type that products take. StoredElement_: of the cache. Shape_: a HeadShape. Variant_: see variants.h.
-/// QElement_: of Q; may be StoredElement_, of 8 bits, or the other 16-bit type. OutElement_: of O; as Q's, or
-/// Float8E4M3.
+/// Element_: the type that products take. StoredElement_: of the cache; may be a StoredPair. Shape_: a HeadShape.
+/// Variant_: see variants.h. QElement_: of Q; may be StoredElement_, of 8 bits, or the other 16-bit type. OutElement_:
+/// of O; as Q's, or Float8E4M3.
 template <class Element_, class StoredElement_, class Shape_, class Variant_, class QElement_ = Element_,
           class OutElement_ = Element_>
 struct Traits {
@@ -35,6 +35,8 @@ struct Traits {
   static constexpr bool kDequantizesInTiles = kDequantizes && (kTransformsCache || Variant::kHasTokenScales);
   static constexpr bool kDequantizesInRegisters = kDequantizes && !kDequantizesInTiles;
   using KvElement = typename Conditional<kDequantizesOnLoad, Element, StoredElement>::Type;  // of KV tiles
+  using KElement = SideElement<KvElement, false>;
+  using VElement = SideElement<KvElement, true>;
   /// The loader also multiplies by a scale, one for K and V: V lies in K's bytes.
   static constexpr bool kLoadsScaled = Variant::kLoadsScaled;
   static_assert(kIsQuantized == (Variant::kHasScales || kLoadsScaled || Variant::kHasTokenScales) &&

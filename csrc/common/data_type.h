@@ -14,8 +14,9 @@ enum class DataType : int32_t {
   kScaledLatent,  // bytes of rows of MLA's latents: cache/kv_cache.h
   kInt8,
   kInt4,
-  kNvFp4,  // e2m1
-  kMxFp4   // e2m1
+  kNvFp4,     // e2m1
+  kMxFp4,     // e2m1
+  kInt8NvFp4  // a pair: K is kInt8, V kNvFp4
 };
 
 /// TokenScales of a type: a number for each token and head; after kFloat32, one for each kScaleColumns columns of
@@ -32,9 +33,13 @@ struct StoredFormat {
   ScaleType token_scales = ScaleType::kNone;  // that caches always have; 8-bit floats may have kFloat32
   PackedProducts packed = PackedProducts::kNone;
   bool has_factor = false;  // of all scales of blocks
+  // Of a pair, the formats of K and V: they have the fields above, except for `packed`.
+  bool is_pair = false;
+  DataType k = DataType::kFloat32;
+  DataType v = DataType::kFloat32;
 };
 
-constexpr int32_t kNumDataTypes = static_cast<int32_t>(DataType::kMxFp4) + 1;
+constexpr int32_t kNumDataTypes = static_cast<int32_t>(DataType::kInt8NvFp4) + 1;
 
 ATTN_HD constexpr StoredFormat stored_format(DataType dtype) {
   constexpr StoredFormat kFormats[] = {
@@ -49,9 +54,16 @@ ATTN_HD constexpr StoredFormat stored_format(DataType dtype) {
       {"kInt4", 4, ScaleType::kFloat32, PackedProducts::kF16},
       {"kNvFp4", 4, ScaleType::kE4M3, PackedProducts::kF16, true},
       {"kMxFp4", 4, ScaleType::kE8M0, PackedProducts::kBf16},
+      {"kInt8NvFp4", 8, ScaleType::kNone, PackedProducts::kF16, false, true, DataType::kInt8, DataType::kNvFp4},
   };
   static_assert(sizeof(kFormats) / sizeof(kFormats[0]) == kNumDataTypes, "one for each type");
   return kFormats[static_cast<int32_t>(dtype)];
+}
+
+/// The type of K or of V in a cache of type `dtype`.
+ATTN_HD constexpr DataType side_type(DataType dtype, bool is_v) {
+  const StoredFormat format = stored_format(dtype);
+  return !format.is_pair ? dtype : is_v ? format.v : format.k;
 }
 
 /// Types of 8 or 4 bits, whose numbers are multiplied by scales: of a cache, and of Q and O used with it.

@@ -156,6 +156,39 @@ struct MxFp4 : E2M1<MxFp4, DataType::kMxFp4> {
   }
 };
 
+/// K and V of different types.
+template <DataType kType_, class K, class V>
+struct StoredPair : ByteElement<kType_> {
+  static_assert(side_type(kType_, false) == K::kType && side_type(kType_, true) == V::kType);
+};
+using Int8NvFp4 = StoredPair<DataType::kInt8NvFp4, Int8, NvFp4>;
+
+template <class Stored, bool kIsV>
+struct Side {
+  using Type = Stored;
+};
+template <DataType kType, class K, class V, bool kIsV>
+struct Side<StoredPair<kType, K, V>, kIsV> {
+  using Type = typename Conditional<kIsV, V, K>::Type;
+};
+/// The type of K or of V in a cache of type Stored.
+template <class Stored, bool kIsV>
+using SideElement = typename Side<Stored, kIsV>::Type;
+template <class Stored>
+constexpr bool kIsPair = !is_same<SideElement<Stored, false>, SideElement<Stored, true>>;
+
+/// Calls body(SideElement{}), of K or of V.
+template <class Stored, class Body>
+__device__ __forceinline__ void with_side(bool is_v, const Body& body) {
+  if constexpr (!kIsPair<Stored>) {
+    body(Stored{});
+  } else if (is_v) {
+    body(SideElement<Stored, true>{});
+  } else {
+    body(SideElement<Stored, false>{});
+  }
+}
+
 template <class Element>
 constexpr bool kHas4Bits = has_4_bits(Element::kType);
 

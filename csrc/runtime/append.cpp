@@ -113,19 +113,49 @@ void set_scales(const char* name, const AnyView& given, const TensorView& cache,
   scale = append_scale(name, given, cache.device(), cache.size(2));
 }
 
-/// The element type of a cache that heads of `dtype` are written to: of 8 bits or less, or of 16 if these are; else
-/// `dtype`. `scale`: K's, whose dtype tells 4-bit types apart (scales_tell_4_bit_types_apart()).
+/// The element type of K or V of a cache that heads of `dtype` are written to: of 8 bits or less, or of 16 if these
+/// are; else `dtype`. `scale`: its dtype tells 4-bit types apart (scales_tell_4_bit_types_apart()).
 DataType cache_dtype(const TensorView& cache, const AnyView& scale, DataType dtype) {
   const std::optional<TensorView> scales = scale == nullptr ? std::nullopt : scale.try_cast<TensorView>();
   const DLDataType of_4_bits = scales && scales->ndim() == 4 ? scales->dtype() : kFloat32;
   for (int32_t i = 0; i < kNumDataTypes; ++i) {
     const DataType stored = static_cast<DataType>(i);
     const StoredFormat format = stored_format(stored);
-    if (cache.dtype() != dl_dtype(stored) || stored == DataType::kScaledLatent) continue;
+    if (format.is_pair || cache.dtype() != dl_dtype(stored) || stored == DataType::kScaledLatent) continue;
     if (format.bits == 32 || (format.bits == 16 && dtype == DataType::kFloat32)) continue;
     if (format.bits != 4 || dl_dtype(format.token_scales) == of_4_bits) return stored;
   }
   return dtype;
+}
+
+/// The type of V, of a cache whose K has k_dtype: the same, or a pair's.
+DataType v_cache_dtype(const TensorView& cache, const AnyView& scale, DataType dtype, DataType k_dtype) {
+  const DataType found = cache_dtype(cache, scale, dtype);
+  for (int32_t i = 0; i < kNumDataTypes; ++i) {
+    const StoredFormat format = stored_format(static_cast<DataType>(i));
+    if (format.is_pair && format.k == k_dtype && format.v == found) return found;
+  }
+  return k_dtype;
+}
+
+/// V's part of `params`, as rows of K, without Q, norms and angles. Removes it from `params`.
+QkvParams split_v(QkvParams& params, DataType v_dtype, int32_t v_columns) {
+  QkvParams values = params;
+  values.k = params.v;
+  values.k_cache = params.v_cache;
+  values.scales.element = v_dtype;
+  values.scales.k = params.scales.v;
+  values.k_token_scales = params.v_token_scales;
+  values.k_factor = params.v_factor;
+  values.head_dim = v_columns;
+  values.q = values.q_out = HeadRows{};
+  values.num_qo_heads = 0;
+  values.positions = IndexArray{};
+  values.table = values.q_norm = values.k_norm = nullptr;
+  values.rotary = RotaryTable::kNone;
+  values.rotary_dim = 0;
+  params.v = values.v = HeadRows{};
+  return values;
 }
 
 /// Launches the kernel, or runs the CPU's loop.
@@ -234,7 +264,8 @@ void set_heads(QkvParams& params, const TensorView& q, const TensorView& k) {
   ARGUMENT(AnyView, v_scale)                                                  \
   ARGUMENT(Optional<bool>, rotation)   /* of K and V */                       \
   ARGUMENT(Optional<double>, k_factor) /* of all scales of blocks; None: 1 */ \
-  ARGUMENT(Optional<double>, v_factor)
+  ARGUMENT(Optional<double>, v_factor)                                        \
+  ARGUMENT(Optional<String>, v_file) /* V's cubin, if K and V have different types */
 ATTN_ARGUMENTS(AppendQkvArguments, APPEND_QKV_ARGUMENTS);
 
 /// append_kv into a cache of another type, to which numbers are rounded, or of rotated rows: append_qkv without Q. With
@@ -253,8 +284,14 @@ ATTN_ARGUMENTS(AppendQkvArguments, APPEND_QKV_ARGUMENTS);
   ARGUMENT(Optional<TensorView>, table)       \
   ARGUMENT(Optional<bool>, rotation)          \
   ARGUMENT(Optional<double>, k_factor)        \
-  ARGUMENT(Optional<double>, v_factor)
+  ARGUMENT(Optional<double>, v_factor)        \
+  ARGUMENT(Optional<String>, v_file)
 ATTN_ARGUMENTS(AppendKvRoundedArguments, APPEND_KV_ROUNDED_ARGUMENTS);
+
+/// The cubin of V's kernel.
+std::string_view v_file_of(const String& file, const Optional<String>& v_file) {
+  return view(v_file.has_value() ? v_file.value() : file);
+}
 
 void append_qkv(const AppendQkvArguments& given) {
   const TensorView &q = given.q, &k = given.k, &k_cache = given.k_cache;
@@ -280,20 +317,20 @@ void append_qkv(const AppendQkvArguments& given) {
   params.q_out = rows_of("q_out", given.out, qo_heads);
   check_no_overlap("q_out", given.out);
   const bool is_cached = given.v_cache.has_value();
-  const DataType kv_dtype = is_cached ? cache_dtype(k_cache, given.k_scale, dtype) : dtype;
-  const Dim stored = stored_dim("head_dim", q.size(2), kv_dtype);
-  params.k_cache =
-      cache_of(is_cached ? "kv.k" : "k_out", k_cache, device, kv_dtype, {"pages"}, {"page_size"}, kv_heads, stored);
-  params.scales.element = kv_dtype;
-  set_scales("kv.k_scale", given.k_scale, k_cache, kv_dtype, params.scales.k, params.k_token_scales);
-  params.k_factor = checked_factor("kv.k_scale.factor", given.k_factor, kv_dtype);
-  params.v_factor = checked_factor("kv.v_scale.factor", given.v_factor, kv_dtype);
+  const DataType k_dtype = is_cached ? cache_dtype(k_cache, given.k_scale, dtype) : dtype;
+  const DataType v_dtype = is_cached ? v_cache_dtype(given.v_cache.value(), given.v_scale, dtype, k_dtype) : k_dtype;
+  params.k_cache = cache_of(is_cached ? "kv.k" : "k_out", k_cache, device, k_dtype, {"pages"}, {"page_size"}, kv_heads,
+                            stored_dim("head_dim", q.size(2), k_dtype));
+  params.scales.element = k_dtype;
+  set_scales("kv.k_scale", given.k_scale, k_cache, k_dtype, params.scales.k, params.k_token_scales);
+  params.k_factor = checked_factor("kv.k_scale.factor", given.k_factor, k_dtype);
+  params.v_factor = checked_factor("kv.v_scale.factor", given.v_factor, v_dtype);
   params.pages = pages_of(k_cache);
   if (is_cached) {
-    set_scales("kv.v_scale", given.v_scale, given.v_cache.value(), kv_dtype, params.scales.v, params.v_token_scales);
+    set_scales("kv.v_scale", given.v_scale, given.v_cache.value(), v_dtype, params.scales.v, params.v_token_scales);
     params.v = rows_of("v", given.v.value(), kv_heads);
-    params.v_cache = cache_of("kv.v", given.v_cache.value(), device, kv_dtype, {"pages", k_cache.size(0)},
-                              {"page_size", k_cache.size(1)}, kv_heads, stored);
+    params.v_cache = cache_of("kv.v", given.v_cache.value(), device, v_dtype, {"pages", k_cache.size(0)},
+                              {"page_size", k_cache.size(1)}, kv_heads, stored_dim("head_dim", q.size(2), v_dtype));
   }
   if (given.table.has_value()) {
     params.positions = index_array("positions", given.positions.value(), device, tokens);
@@ -305,20 +342,24 @@ void append_qkv(const AppendQkvArguments& given) {
   params.norm_offset = static_cast<float>(given.norm_offset);
   params.is_interleaved = given.is_interleaved;
   params.rotates_rows = given.rotation.value_or(false);
+  if (k_dtype != v_dtype) {
+    QkvParams values = split_v(params, v_dtype, params.head_dim);
+    launch_append_qkv(values, dtype, device, v_file_of(given.file, given.v_file));
+  }
   launch_append_qkv(params, dtype, device, view(given.file));
 }
 
-/// K and V of different widths take a launch each.
+/// K and V of different widths or types take a launch each.
 void append_kv_rounded(const AppendKvRoundedArguments& given) {
   const TensorView &k = given.k, &k_cache = given.k_cache, &slots = given.slots;
   const DLDevice device = k_cache.device();
   const DataType dtype = heads_dtype("k", k);
-  const DataType kv_dtype = cache_dtype(k_cache, given.k_scale, dtype);
+  const DataType k_dtype = cache_dtype(k_cache, given.k_scale, dtype);
   check_shape("kv.k", k_cache, {{"pages"}, {"page_size"}, {"num_kv_heads"}, {"head_dim"}});
   const Dim pages{"pages", k_cache.size(0)}, page_size{"page_size", k_cache.size(1)};
   const Dim heads{"num_kv_heads", k_cache.size(2)};
-  const auto columns_of = [&](const char* name, const TensorView& cache, int32_t most) {
-    const int32_t columns = narrow(name, cache.size(3) * (has_4_bits(kv_dtype) ? 2 : 1), 8, most);
+  const auto columns_of = [&](const char* name, const TensorView& cache, DataType stored, int32_t most) {
+    const int32_t columns = narrow(name, cache.size(3) * (has_4_bits(stored) ? 2 : 1), 8, most);
     if (columns % 8 != 0) refuse(name, columns, "a multiple of 8");
     return columns;
   };
@@ -326,7 +367,7 @@ void append_kv_rounded(const AppendKvRoundedArguments& given) {
   const bool is_rotated = given.table.has_value();
   const bool rotates_rows = given.rotation.value_or(false);
   const int32_t k_columns =
-      columns_of("kv.k.shape[3] (head_dim)", k_cache, is_rotated || rotates_rows ? kMaxRotated : kMaxColumns);
+      columns_of("kv.k.shape[3] (head_dim)", k_cache, k_dtype, is_rotated || rotates_rows ? kMaxRotated : kMaxColumns);
 
   QkvParams params{};
   params.num_kv_heads = narrow("kv.k.shape[2] (num_kv_heads)", k_cache.size(2), 1, kMaxHeads);
@@ -340,36 +381,30 @@ void append_kv_rounded(const AppendKvRoundedArguments& given) {
   const Dim head_dim{"head_dim", k_columns};
   params.k = rows_of("k", k, head_dim);
   params.k_cache =
-      cache_of("kv.k", k_cache, device, kv_dtype, pages, page_size, heads, stored_dim("head_dim", k_columns, kv_dtype));
+      cache_of("kv.k", k_cache, device, k_dtype, pages, page_size, heads, stored_dim("head_dim", k_columns, k_dtype));
   params.pages = pages_of(k_cache);
-  params.scales.element = kv_dtype;
-  set_scales("kv.k_scale", given.k_scale, k_cache, kv_dtype, params.scales.k, params.k_token_scales);
-  params.k_factor = checked_factor("kv.k_scale.factor", given.k_factor, kv_dtype);
-  params.v_factor = checked_factor("kv.v_scale.factor", given.v_factor, kv_dtype);
+  params.scales.element = k_dtype;
+  set_scales("kv.k_scale", given.k_scale, k_cache, k_dtype, params.scales.k, params.k_token_scales);
+  params.k_factor = checked_factor("kv.k_scale.factor", given.k_factor, k_dtype);
   params.head_dim = k_columns;
   params.rotates_rows = rotates_rows;
   if (given.v.has_value()) {
     const TensorView &v = given.v.value(), &v_cache = given.v_cache.value();
     check_shape("kv.v", v_cache, {pages, page_size, heads, {"head_dim_v"}});
-    const int32_t v_columns = columns_of("kv.v.shape[3] (head_dim_v)", v_cache, kMaxColumns);
+    const DataType v_dtype = v_cache_dtype(v_cache, given.v_scale, dtype, k_dtype);
+    params.v_factor = checked_factor("kv.v_scale.factor", given.v_factor, v_dtype);
+    const int32_t v_columns = columns_of("kv.v.shape[3] (head_dim_v)", v_cache, v_dtype, kMaxColumns);
     if (rotates_rows && v_columns != k_columns)
       refuse("kv.v.shape[3] (head_dim_v)", v_columns,
              "head_dim = " + std::to_string(k_columns) + " with rotation=True");
     const Dim head_dim_v = columns_of_v(k_columns, v_columns);
     params.v = rows_of("v", v, head_dim_v);
-    params.v_cache = cache_of("kv.v", v_cache, device, kv_dtype, pages, page_size, heads,
-                              stored_dim(head_dim_v.name, v_columns, kv_dtype));
-    set_scales("kv.v_scale", given.v_scale, v_cache, kv_dtype, params.scales.v, params.v_token_scales);
-    if (k_columns != v_columns) {
-      QkvParams values = params;
-      values.k = params.v;
-      values.k_cache = params.v_cache;
-      values.scales.k = params.scales.v;
-      values.k_token_scales = params.v_token_scales;
-      values.k_factor = params.v_factor;
-      values.head_dim = v_columns;
-      params.v = values.v = HeadRows{};
-      launch_append_qkv(values, dtype, device, view(given.file));
+    params.v_cache = cache_of("kv.v", v_cache, device, v_dtype, pages, page_size, heads,
+                              stored_dim(head_dim_v.name, v_columns, v_dtype));
+    set_scales("kv.v_scale", given.v_scale, v_cache, v_dtype, params.scales.v, params.v_token_scales);
+    if (k_columns != v_columns || k_dtype != v_dtype) {
+      QkvParams values = split_v(params, v_dtype, v_columns);
+      launch_append_qkv(values, dtype, device, v_file_of(given.file, given.v_file));
     }
   }
   if (is_rotated) {

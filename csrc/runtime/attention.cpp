@@ -87,8 +87,9 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config, const KernelD
   const KernelCosts& costs = config.batch_invariant ? design.invariant_costs : design.costs;
   schedule.min_queue_pairs = costs.min_queue_pairs;
   const HeadDims dims = config.dims();
-  schedule.section_tokens =
-      costs.section_bytes / (stored_columns(dims.qk + dims.v, config.kv_dtype) * bytes_of(config.kv_dtype));
+  const int32_t row_columns = stored_columns(dims.qk, side_type(config.kv_dtype, false)) +
+                              stored_columns(dims.v, side_type(config.kv_dtype, true));
+  schedule.section_tokens = costs.section_bytes / (row_columns * bytes_of(config.kv_dtype));
   schedule.min_share = costs.min_share;
   schedule.min_dequantized_rows = design.min_dequantized_rows(dims, config.kv_form());
   if (schedule.min_dequantized_rows > 0 && packed_rows_of(schedule, config.max_rows) >= schedule.min_dequantized_rows) {

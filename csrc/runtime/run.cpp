@@ -267,18 +267,18 @@ void set_out(const TensorView& out, int64_t num_rows, const AttentionConfig& con
 
 void set_caches(const TensorView& k, const TensorView& v, const Attention& attention, AttentionParams& params) {
   const AttentionConfig& config = attention.config();
-  const bool has_4_bits = attn::has_4_bits(config.kv_dtype);
-  const Dim k_columns = config.kv_dtype == DataType::kScaledLatent ? Dim{"bytes of a row", ScaledLatentRow::kBytes}
-                        : has_4_bits                               ? Dim{"head_dim / 2", config.head_dim / 2}
-                                                                   : Dim{"head_dim", config.head_dim};
-  const Dim v_columns =
-      has_4_bits ? Dim{"head_dim_v / 2", config.head_dim_v / 2} : columns_of_v(config.head_dim, config.head_dim_v);
-  const auto check = [&](const char* name, const TensorView& t, Dim pages, Dim columns) {
-    return kv_tensor(name, t, config.dl_device(), config.kv_dtype, pages, {"page_size", attention.planned_page_size()},
+  const DataType k_dtype = side_type(config.kv_dtype, false), v_dtype = side_type(config.kv_dtype, true);
+  const Dim k_columns = k_dtype == DataType::kScaledLatent ? Dim{"bytes of a row", ScaledLatentRow::kBytes}
+                        : has_4_bits(k_dtype)              ? Dim{"head_dim / 2", config.head_dim / 2}
+                                                           : Dim{"head_dim", config.head_dim};
+  const Dim v_columns = has_4_bits(v_dtype) ? Dim{"head_dim_v / 2", config.head_dim_v / 2}
+                                            : columns_of_v(config.head_dim, config.head_dim_v);
+  const auto check = [&](const char* name, const TensorView& t, DataType dtype, Dim pages, Dim columns) {
+    return kv_tensor(name, t, config.dl_device(), dtype, pages, {"page_size", attention.planned_page_size()},
                      {"num_kv_heads", config.num_kv_heads}, columns);
   };
-  params.k = check("kv.k", k, {"pages"}, k_columns);
-  params.v = check("kv.v", v, {"pages", k.size(0)}, v_columns);
+  params.k = check("kv.k", k, k_dtype, {"pages"}, k_columns);
+  params.v = check("kv.v", v, v_dtype, {"pages", k.size(0)}, v_columns);
   params.num_pages = narrow("kv.k.shape[0] (pages)", k.size(0));  // 0: no request may have a token
 }
 
@@ -339,10 +339,11 @@ int64_t run(const RunArguments& given) {
   params.after_append = given.after_append && !has_slots;
   AttentionTokenScales token_scales{};
   if (config.token_scales) {
-    token_scales.k = checked_token_scales("kv.k_scale", given.k_scale, k, config.kv_dtype);
-    token_scales.v = checked_token_scales("kv.v_scale", given.v_scale, v, config.kv_dtype);
-    token_scales.k_factor = checked_factor("kv.k_scale.factor", given.k_factor, config.kv_dtype);
-    token_scales.v_factor = checked_factor("kv.v_scale.factor", given.v_factor, config.kv_dtype);
+    const DataType k_dtype = side_type(config.kv_dtype, false), v_dtype = side_type(config.kv_dtype, true);
+    token_scales.k = checked_token_scales("kv.k_scale", given.k_scale, k, k_dtype);
+    token_scales.v = checked_token_scales("kv.v_scale", given.v_scale, v, v_dtype);
+    token_scales.k_factor = checked_factor("kv.k_scale.factor", given.k_factor, k_dtype);
+    token_scales.v_factor = checked_factor("kv.v_scale.factor", given.v_factor, v_dtype);
   }
   const AttentionScales scales{checked_scale("kv.k_scale", given.k_scale, attention),
                                checked_scale("kv.v_scale", given.v_scale, attention),

@@ -21,6 +21,7 @@ from float8_cases import (
     INT4,
     MXFP4,
     NVFP4,
+    PAIR,
     ROUNDED_TOLERANCE,
     TOKEN_DTYPES,
     Float8Case,
@@ -38,7 +39,7 @@ from attn_backend.variants import builtin
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(host_planner.COMPILER is None, reason="needs g++")]
 
 
-@pytest.mark.parametrize("stored", [*TOKEN_DTYPES, *FP4_DTYPES], ids=str)
+@pytest.mark.parametrize("stored", [*TOKEN_DTYPES, *FP4_DTYPES, PAIR], ids=str)
 @pytest.mark.parametrize("form", distinct(FORMS, repeated={0}), ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_random_cases(
@@ -48,7 +49,7 @@ def test_random_cases(
     dtype, head_dim = form
     if stored == INT4 and head_dim == 72:
         head_dim = 96
-    if stored in FP4_DTYPES and head_dim == 72:
+    if stored in (*FP4_DTYPES, PAIR) and head_dim == 72:
         head_dim = 192
     for number, (qo_lens, kv_lens) in in_turn(BATCHES, FORMS.index(form), without_gpu=2):
         rng = numpy.random.default_rng([number, head_dim, 89])
@@ -79,7 +80,11 @@ def test_random_cases(
 
 @pytest.mark.parametrize("page_size", [8, 16, 64])
 @pytest.mark.parametrize(
-    ("stored", "head_dim"), [(INT4, 64), (INT4, 96), (INT4, 128), (NVFP4, 64), (NVFP4, 128), (MXFP4, 128)]
+    ("stored", "head_dim"),
+    [
+        *((INT4, 64), (INT4, 96), (INT4, 128), (NVFP4, 64), (NVFP4, 128), (MXFP4, 128)),
+        *((PAIR, 64), (PAIR, 128)),
+    ],
 )
 def test_4_bit_pages_with_one_head_after_another(
     emulated: Path, stored: str, head_dim: int, page_size: int
@@ -101,7 +106,7 @@ def test_4_bit_pages_with_one_head_after_another(
         run_and_check(problem, emulated, "hopper", seed)
 
 
-@pytest.mark.parametrize("stored", [INT4, *FP4_DTYPES])
+@pytest.mark.parametrize("stored", [INT4, *FP4_DTYPES, PAIR])
 def test_sinks(emulated: Path, stored: str) -> None:
     """In decodes that multiply numbers as they are stored, and in prefills."""
     spec = cases.Spec((1, 70, 3), (200, 90, 30), num_kv_heads=2, group_size=2, head_dim=64, num_ctas=3)
@@ -134,7 +139,7 @@ def test_variants_that_transform_rows(emulated: Path, kernel: str) -> None:
         problem.check(case.out, case.lse, kernel, rounding(by_reference(variant, {}), variant, spec.dtype))
 
 
-@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, INT4, *FP4_DTYPES], ids=str)
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, INT4, *FP4_DTYPES, PAIR], ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_variants_without_softmax(emulated: Path, kernel: str, stored: torch.dtype | str) -> None:
     """Weights of hidden tokens are 0, whatever the scales of unused slots are."""
@@ -152,7 +157,7 @@ def test_variants_without_softmax(emulated: Path, kernel: str, stored: torch.dty
 
 @pytest.mark.parametrize(
     ("stored", "scales"),
-    [(torch.float8_e4m3fn, "number"), *((dtype, "token") for dtype in (*TOKEN_DTYPES, *FOUR_BITS))],
+    [(torch.float8_e4m3fn, "number"), *((dtype, "token") for dtype in (*TOKEN_DTYPES, *FOUR_BITS, PAIR))],
     ids=str,
 )
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -184,7 +189,7 @@ def test_weights_of_any_size(emulated: Path, kernel: str, stored: torch.dtype | 
         problem.check(case.out, None, kernel, exact)
 
 
-@pytest.mark.parametrize("stored", [*TOKEN_DTYPES, *FP4_DTYPES], ids=str)
+@pytest.mark.parametrize("stored", [*TOKEN_DTYPES, *FP4_DTYPES, PAIR], ids=str)
 def test_a_head_of_q_that_is_not_finite_changes_no_other(emulated: Path, stored: torch.dtype | str) -> None:
     """It shares a row tile with the others."""
     spec = cases.Spec((1, 1), (200, 90), num_kv_heads=2, group_size=4, head_dim=64, num_ctas=3)
@@ -202,7 +207,7 @@ def test_a_head_of_q_that_is_not_finite_changes_no_other(emulated: Path, stored:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("stored", [*TOKEN_DTYPES, NVFP4], ids=str)
+@pytest.mark.parametrize("stored", [*TOKEN_DTYPES, NVFP4, PAIR], ids=str)
 def test_values_with_a_scale_of_0(emulated: Path, kernel: str, stored: torch.dtype | str) -> None:
     """They are zeros, and count in the softmax."""
     spec = cases.Spec((1, 3), (200, 90), num_kv_heads=1, group_size=4, head_dim=64, page_size=16, num_ctas=3)
@@ -294,6 +299,8 @@ def test_forms_of_caches(emulated: Path, cache: str) -> None:
         (torch.bfloat16, 64, INT4),
         (torch.bfloat16, 128, INT4),
         (torch.bfloat16, 128, NVFP4),
+        (torch.float16, 64, PAIR),
+        (torch.bfloat16, 128, PAIR),
     )
     for number, (dtype, head_dim, stored) in enumerate(forms):
         spec = cases.Spec(
@@ -310,11 +317,13 @@ def test_forms_of_caches(emulated: Path, cache: str) -> None:
         run_and_check(problem, emulated, "hopper", number, wants_lse=False, cascade=False)
 
 
-@pytest.mark.parametrize("stored", [torch.int8, *FOUR_BITS], ids=str)
+@pytest.mark.parametrize("stored", [torch.int8, *FOUR_BITS, PAIR], ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_heads_of_different_widths(emulated: Path, kernel: str, stored: torch.dtype | str) -> None:
     """Their scales of blocks have different numbers of words."""
-    for number, (head_dim, head_dim_v, page_size) in enumerate([(192, 128, 16), (64, 128, 1), (64, 128, 16)]):
+    for number, (head_dim, head_dim_v, page_size) in enumerate(
+        [(192, 128, 16), (64, 128, 1), (64, 128, 16), (128, 64, 16)]
+    ):
         spec = cases.Spec(
             (1, 70, 3),
             (200, 90, 130),
@@ -371,7 +380,10 @@ def test_pages_with_scales_at_their_end(
 
 @pytest.mark.parametrize(
     ("head_dim", "stored"),
-    [(64, torch.int8), (128, torch.float8_e4m3fn), (64, INT4), (128, INT4), (64, MXFP4), (128, NVFP4)],
+    [
+        *((64, torch.int8), (128, torch.float8_e4m3fn), (64, INT4), (128, INT4), (64, MXFP4), (128, NVFP4)),
+        *((64, PAIR), (128, PAIR)),
+    ],
 )
 @pytest.mark.parametrize("cache", ["pages", "tokens"])
 def test_long_row_groups_read_a_16_bit_copy(

@@ -17,7 +17,7 @@ import compositions
 import forests
 import numpy
 import torch
-from float8_cases import DTYPES, FP4_DTYPES, SCALES, TOKEN_DTYPES, Float8Case
+from float8_cases import DTYPES, FP4_DTYPES, PAIR, SCALES, TOKEN_DTYPES, Float8Case
 from float8_outputs import out_of_8_bits, scale_for
 from token_scaled_caches import fits
 
@@ -30,7 +30,7 @@ from .steps import INDEX, Arguments, Kinds, Step, check_result, plan_or_none, ru
 
 MAX_ROWS, MAX_BATCH = 80, 9  # more than small_spec() makes
 NO_SEQUENCE = (3.5, "x", object())
-OWN_SCALES = (*TOKEN_DTYPES, *FP4_DTYPES)  # of caches whose tokens and heads have their own scales
+OWN_SCALES = (*TOKEN_DTYPES, *FP4_DTYPES, PAIR)  # of caches whose tokens and heads have their own scales
 
 
 def seed_of(rng: numpy.random.Generator) -> int:
@@ -423,7 +423,8 @@ def constructors(rng: numpy.random.Generator, device: torch.device) -> Iterator[
 
 def cache_options(rng: numpy.random.Generator) -> dict[str, Any]:
     """Arguments of Attention about the cache."""
-    kv_dtype = (None, *DTYPES, *OWN_SCALES)[rng.integers(8)]
+    kv_dtypes = (None, *DTYPES, *OWN_SCALES)
+    kv_dtype = kv_dtypes[rng.integers(len(kv_dtypes))]
     token_scales: bool | None = [None, False][rng.integers(2)]
     if kv_dtype in OWN_SCALES and (kv_dtype not in DTYPES or rng.random() < 0.5):
         token_scales = [None, True][rng.integers(2)] if isinstance(kv_dtype, str) else True

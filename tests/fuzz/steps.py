@@ -191,8 +191,10 @@ def _tensors_of_cache(
 ) -> tuple[Callable[..., KVCache], Arguments, Kinds]:
     layout = "NHD" if rng.random() < 0.5 else "HND"
     k, v = (t if layout == "NHD" else t.transpose(1, 2) for t in (kv.k, kv.v))
-    dtypes = (kv.dtype,)
-    forms = ["tensor", "pair", "packed", "slots", *(["ragged"] if kv.page_size == 1 else [])]
+    dtypes, dtypes_v = (kv.dtype,), (kv.v.dtype,)
+    forms = ["pair", "slots", *(["ragged"] if kv.page_size == 1 else [])]
+    if dtypes == dtypes_v:
+        forms += ["tensor", "packed"]
     if may_be_unchecked:
         forms.append("unchecked")
     form = str(rng.choice(forms))
@@ -216,18 +218,18 @@ def _tensors_of_cache(
     if form == "unchecked":  # append and run check it
         kinds: Kinds = {
             "k": TensorArgument(surface, of_k, of_v, dtypes=dtypes, exact=(0, 1, 2, 3), ways=UNCHECKED),
-            "v": TensorArgument(surface, of_v, of_k, dtypes=dtypes, exact=(0, 1, 2, 3), ways=UNCHECKED),
+            "v": TensorArgument(surface, of_v, of_k, dtypes=dtypes_v, exact=(0, 1, 2, 3), ways=UNCHECKED),
         }
         return KVCache.unchecked, {"k": kv.k, "v": kv.v}, kinds
     if form == "pair":
         kinds = {
             "k": TensorArgument(surface, of_k, of_v, dtypes=dtypes, exact=(0, 1, 2, 3)),
-            "v": TensorArgument(surface, of_v, of_k, dtypes=dtypes, exact=(0, 1, 2, 3)),
+            "v": TensorArgument(surface, of_v, of_k, dtypes=dtypes_v, exact=(0, 1, 2, 3)),
         }
         return KVCache.from_pair, {"k": k, "v": v, "layout": layout}, kinds | with_layout
     kinds = {
         "k": TensorArgument(surface, of_k, of_v, dtypes=dtypes, exact=(1, 2)),
-        "v": TensorArgument(surface, of_v, of_k, dtypes=dtypes, exact=(1, 2)),
+        "v": TensorArgument(surface, of_v, of_k, dtypes=dtypes_v, exact=(1, 2)),
     }
     arguments = {"k": kv.k.flatten(0, 1), "v": kv.v.flatten(0, 1)}
     if form == "ragged":

@@ -23,6 +23,15 @@ INT4 = "int4"
 TOKEN_DTYPES = (torch.float8_e4m3fn, torch.int8, INT4)  # of caches with a scale for each token and head
 NVFP4, MXFP4 = FP4_DTYPES = ("nvfp4", "fp4_mx_block16")  # of caches with BlockScales
 FOUR_BITS = (INT4, *FP4_DTYPES)
+PAIR = "int8_k_nvfp4_v"
+SIDES: dict[torch.dtype | str, tuple[torch.dtype | str, torch.dtype | str]] = {PAIR: (torch.int8, NVFP4)}
+
+
+def sides(dtype: torch.dtype | str) -> tuple[torch.dtype | str, torch.dtype | str]:
+    """The formats of K and of V."""
+    return SIDES.get(dtype, (dtype, dtype))
+
+
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # of codes 0 to 7
 SCALES = ("number", "tensor", "head", "request", "request and head")
 Q_SCALES = ("number", "tensor", "head")
@@ -218,7 +227,8 @@ def rounded_cache(
     k_scale: Tensor | BlockScales | float | None,
     v_scale: Tensor | BlockScales | float | None,
 ) -> KVCache:
-    return KVCache.from_pair(rounded(kv.k, dtype), rounded(kv.v, dtype), k_scale=k_scale, v_scale=v_scale)
+    of_k, of_v = sides(dtype)
+    return KVCache.from_pair(rounded(kv.k, of_k), rounded(kv.v, of_v), k_scale=k_scale, v_scale=v_scale)
 
 
 class Float8Case:
@@ -246,7 +256,11 @@ class Float8Case:
         self.dtype = dtype
         self._k_scale, self._v_scale = (
             token_scales(
-                built.kv, built.slots, dtype, spec.seed + number, (spec.head_dim, spec.columns_of_v)[number]
+                built.kv,
+                built.slots,
+                sides(dtype)[number],
+                spec.seed + number,
+                (spec.head_dim, spec.columns_of_v)[number],
             )
             if form == "token"
             else random_scale(rng, form, len(spec.qo_lens), spec.num_kv_heads, built.device)
@@ -271,7 +285,8 @@ class Float8Case:
             * scale_of(self._q_scale, 0, spec.num_kv_heads).repeat_interleave(spec.group_size)[:, None]
         )
         k_slots, v_slots = (
-            stored(slots, self.dtype).double().cpu() for slots in (case.k_slots, case.v_slots)
+            stored(slots, dtype).double().cpu()
+            for slots, dtype in zip((case.k_slots, case.v_slots), sides(self.dtype), strict=True)
         )
         heads = case.q.shape[1]
         outputs, sums, begin = (

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 from append_problems import HEADS, Problem, check, expected
-from float8_cases import FP4_DTYPES, INT4, MXFP4, block_values, e2m1_values
+from float8_cases import FP4_DTYPES, INT4, MXFP4, NVFP4, PAIR, block_values, e2m1_values, sides
 from rotations import rotated
 from torch import Tensor
 
@@ -26,43 +26,45 @@ def token_scaled_cache(
     heads: int = HEADS,
 ) -> KVCache:
     """A cache of zeros. layout: "NHD" or "HND" is the engine's. In int8, e4m3 and int4 a row is then K, its
-    scale, V, its scale (_ensure_scale_caches() of vLLM's triton_attn.py). In FP4 a page is K, its scales, V,
-    its scales, as in vLLM's nvfp4. "apart": separate tensors for K, V and their scales, the scales of a head
-    together.
+    scale, V, its scale (_ensure_scale_caches() of vLLM's triton_attn.py). In FP4, and if K and V differ, a
+    page is K, its scales, V, its scales, as in vLLM's nvfp4. "apart": separate tensors for K, V and their
+    scales, the scales of a head together.
     """
-    is_fp4 = dtype in FP4_DTYPES
-    columns = head_dim // 2 if is_fp4 or dtype == INT4 else head_dim
-    widths = [columns, head_dim // 16 if is_fp4 else 4] * 2  # bytes
+    widths = []  # bytes
+    for of_side in sides(dtype):
+        is_fp4 = of_side in FP4_DTYPES
+        columns = head_dim // 2 if is_fp4 or of_side == INT4 else head_dim
+        widths += [columns, head_dim // 16 if is_fp4 else 4]
     if layout == "apart":
-        rows = torch.zeros(2, pages, page_size, heads, widths[0], dtype=torch.uint8, device=device)
-        of_heads = torch.zeros(2, heads, pages, page_size, widths[1], dtype=torch.uint8, device=device)
-        scales = of_heads.permute(0, 2, 3, 1, 4)
-        parts = [rows[0], scales[0], rows[1], scales[1]]
+        made = [torch.zeros(pages, page_size, heads, width, dtype=torch.uint8) for width in widths[::2]]
+        of_heads = [torch.zeros(heads, pages, page_size, width, dtype=torch.uint8) for width in widths[1::2]]
+        k_scales, v_scales = (scales.to(device).permute(1, 2, 0, 3) for scales in of_heads)
+        parts = [made[0].to(device), k_scales, made[1].to(device), v_scales]
     else:
         inner = (page_size, heads) if layout == "NHD" else (heads, page_size)
         memory = torch.zeros(pages, page_size * heads * sum(widths), dtype=torch.uint8, device=device)
-        if is_fp4:
+        if dtype in (*FP4_DTYPES, PAIR):
             of_pages = memory.split([page_size * heads * width for width in widths], 1)
             parts = [part.unflatten(1, (*inner, -1)) for part in of_pages]
         else:
             parts = list(memory.unflatten(1, (*inner, -1)).split(widths, 3))
         if layout == "HND":
             parts = [part.transpose(1, 2) for part in parts]
-    k, k_bytes, v, v_bytes = parts
-    if isinstance(dtype, torch.dtype):
-        k, v = k.view(dtype), v.view(dtype)
-    if not is_fp4:
-        k_scale, v_scale = (of.view(torch.float32)[..., 0].fill_(1.0) for of in (k_bytes, v_bytes))
-        return KVCache.from_pair(k, v, k_scale=k_scale, v_scale=v_scale)
-    if dtype == MXFP4:
-        return KVCache.from_pair(k, v, k_scale=BlockScales(k_bytes), v_scale=BlockScales(v_bytes))
-    k_blocks, v_blocks = (of.view(torch.float8_e4m3fn) for of in (k_bytes, v_bytes))
-    return KVCache.from_pair(k, v, k_scale=BlockScales(k_blocks, 0.5), v_scale=BlockScales(v_blocks, 0.25))
+    rows, made_scales = [], []
+    for of_side, part, bytes_, factor in zip(sides(dtype), parts[::2], parts[1::2], (0.5, 0.25), strict=True):
+        rows.append(part.view(of_side) if isinstance(of_side, torch.dtype) else part)
+        if of_side == MXFP4:
+            made_scales.append(BlockScales(bytes_))
+        elif of_side == NVFP4:
+            made_scales.append(BlockScales(bytes_.view(torch.float8_e4m3fn), factor))
+        else:
+            made_scales.append(bytes_.view(torch.float32)[..., 0].fill_(1.0))
+    return KVCache.from_pair(rows[0], rows[1], k_scale=made_scales[0], v_scale=made_scales[1])
 
 
 def fits(head_dim: int, dtype: torch.dtype | str) -> bool:
     """Whether a cache of this dtype may have heads of head_dim columns."""
-    return head_dim % (64 if dtype in FP4_DTYPES else 32 if dtype == INT4 else 1) == 0
+    return head_dim % (64 if dtype in (*FP4_DTYPES, PAIR) else 32 if dtype == INT4 else 1) == 0
 
 
 def cache_for(problem: Problem, dtype: torch.dtype | str, layout: str = "apart") -> KVCache:

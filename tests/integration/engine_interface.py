@@ -65,6 +65,7 @@ MEMBERS = {
         "vllm.v1.attention.backend:AttentionMetadataBuilder": "supports_draft_decode_metadata_update "
         "get_cudagraph_support",
         "vllm.config.cache:CacheConfig": "cache_dtype",
+        "vllm.v1.kv_cache_interface:KVQuantMode": "is_custom_mode CUSTOM",
         "vllm.model_executor.layers.attention.attention:Attention": (
             "impl mm_prefix_clamp_sliding_window kv_sharing_target_layer_name"
         ),
@@ -221,7 +222,10 @@ MEMBERS = {
 
 # The names that are read from the engines' modules.
 MODULES = {
-    "vllm": {"vllm.envs": "VLLM_BATCH_INVARIANT"},
+    "vllm": {
+        "vllm.envs": "VLLM_BATCH_INVARIANT",
+        "vllm.config.cache": "register_kv_cache_dtype is_known_kv_cache_dtype",
+    },
     "sglang": {
         "sglang.srt.server_args": "ATTENTION_BACKEND_CHOICES DETERMINISTIC_ATTENTION_BACKEND_CHOICES "
         "RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND DRAFT_ATTENTION_BACKEND_CHOICES "
@@ -280,6 +284,12 @@ CALLS = {
 MAYBE = {
     "vllm.v1.kv_cache_interface:FullAttentionSpec.dcp_sharded": "compat.dcp_group asks",
     "vllm.v1.kv_cache_interface:FullAttentionSpec.state_content_bytes": "compat.with_bytes_of_scales asks",
+    "vllm.v1.kv_cache_interface:KVQuantMode.is_custom_mode": "the same asks: comes with names of caches",
+    "vllm.v1.kv_cache_interface:KVQuantMode.CUSTOM": "the same",
+    **dict.fromkeys(
+        ("vllm.config.cache:register_kv_cache_dtype", "vllm.config.cache:is_known_kv_cache_dtype"),
+        "compat.takes_cache_names asks",
+    ),
     "vllm.v1.attention.backend:AttentionMetadataBuilder.supports_draft_decode_metadata_update": "set; read "
     "since the releases that capture draft loops",
     "vllm.v1.attention.backends.utils:get_kv_cache_layout": "compat.kv_cache_stride_order: later releases "

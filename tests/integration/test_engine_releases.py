@@ -34,7 +34,13 @@ from engine_interface import (
 )
 from engine_modules import Parameters, Release, parameters_of
 
-from attn_backend.adapters.vllm.rules import BYTES_OF_ROWS_SINCE
+from attn_backend.adapters.vllm.rules import (
+    BYTES_OF_ROWS_SINCE,
+    OWN_CACHE,
+    TOKEN_SCALED_CACHES,
+    bytes_of_row,
+)
+from attn_backend.metadata.kv_cache import side_dtypes
 from attn_backend.releases import (
     RELEASES,
     SGLANG_ON_CPU_SINCE,
@@ -436,6 +442,37 @@ def specs_of_vllm(release: Release) -> dict[str, Any]:
     )
     exec(imports + "\n".join(map(ast.unparse, classes)), vars(made))
     return vars(made)
+
+
+@pytest.mark.parametrize("version", CHECKED["vllm"])
+def test_vllm_takes_our_own_name_of_a_cache_since_0_33(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Earlier releases refuse it. The mode of such names is an alias: its name is another mode's."""
+    release = read("vllm", version)
+    names = release.find("vllm.config.cache", "CacheDType")
+    assert isinstance(names, ast.Assign)
+    assert OWN_CACHE not in ast.literal_eval(names.value.slice)  # type: ignore[attr-defined]
+    takes_names = release.find("vllm.config.cache", "register_kv_cache_dtype") is not None
+    assert takes_names == (not is_before(version, "0.33.0"))
+    if not takes_names:
+        return
+    handler = release.find("vllm.config.cache", "KVCacheDTypeHandler")
+    assert isinstance(handler, ast.ClassDef)
+    asked = {node.name for node in handler.body if isinstance(node, ast.FunctionDef)}
+    assert asked == {"torch_dtype", "quant_mode"}  # compat.OwnCacheHandler
+    monkeypatch.setitem(sys.modules, "specs_of_vllm", types.ModuleType("specs_of_vllm"))
+    made = specs_of_vllm(release)
+    mode = made["KVQuantMode"].CUSTOM
+    assert (mode.name, mode.is_custom_mode) == ("OCTAVE_K3V4", True)
+    assert not any((mode.is_per_token_head, mode.is_nvfp4, mode.is_turboquant))
+    of_both = sum(sum(bytes_of_row(128, side)) for side in side_dtypes(TOKEN_SCALED_CACHES[OWN_CACHE]))
+    assert of_both == (128 + 4) + (64 + 8)
+    fields = {"block_size": 32, "num_kv_heads": 4, "head_size": 128, "dtype": torch.uint8}
+    fields |= {"kv_quant_mode": mode, "state_content_bytes": of_both}  # compat.with_bytes_of_scales
+    for spec in (
+        made["FullAttentionSpec"](**fields),
+        made["SlidingWindowSpec"](sliding_window=64, **fields),
+    ):
+        assert spec.page_size_bytes == 32 * 4 * of_both
 
 
 @pytest.mark.parametrize("version", CHECKED["vllm"])

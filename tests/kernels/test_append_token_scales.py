@@ -9,7 +9,7 @@ from importlib import import_module
 import pytest
 import torch
 from append_problems import HEADS, random_problem
-from float8_cases import E2M1, FP4_DTYPES, INT4, MXFP4, NVFP4, TOKEN_DTYPES, split_int4
+from float8_cases import E2M1, FP4_DTYPES, INT4, MXFP4, NVFP4, PAIR, TOKEN_DTYPES, sides, split_int4
 from tiers import mostly_slow
 from token_scaled_caches import (
     LARGEST,
@@ -28,7 +28,7 @@ from attn_backend import Attention, BlockScales, BSRView, KVCache, PageTable, ap
 from attn_backend.kernels import append
 
 CPU = torch.device("cpu")
-DTYPES = (*TOKEN_DTYPES, *FP4_DTYPES)
+DTYPES = (*TOKEN_DTYPES, *FP4_DTYPES, PAIR)
 
 
 def engine_rounds(x: Tensor, dtype: torch.dtype | str, factor: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -119,7 +119,7 @@ def test_append_writes_what_the_engine_writes(
 ) -> None:
     if device.type == "cuda" and source == torch.float32:
         pytest.skip("no float32 on CUDA")
-    is_fp4 = dtype in FP4_DTYPES
+    is_fp4 = dtype in (*FP4_DTYPES, PAIR)
     generator = torch.Generator().manual_seed(5)
     magnitudes = torch.logspace(*((-3, 2) if is_fp4 else (-9, 4)), 40)[:, None, None]
     k, v = (
@@ -139,8 +139,9 @@ def test_append_writes_what_the_engine_writes(
     append_qkv(q, k, v, fused, slots)
     written = [i for i in range(40) if i not in (3, 5)]
     at = (slots[written] // 16).cpu(), (slots[written] % 16).cpu()
-    check_bytes(*rows_at(alone, "k", at), k[written], dtype)
-    check_bytes(*rows_at(alone, "v", at), v[written], dtype)
+    of_k, of_v = sides(dtype)
+    check_bytes(*rows_at(alone, "k", at), k[written], of_k)
+    check_bytes(*rows_at(alone, "v", at), v[written], of_v)
     for before, of_alone, of_fused in zip(
         *(tensors_of(kv).values() for kv in (empty, alone, fused)), strict=True
     ):
@@ -220,7 +221,7 @@ def test_rows_rotated_while_they_are_rounded() -> None:
     check_token_scaled(problem, kv, has_q=False)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, NVFP4], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int8, NVFP4, PAIR], ids=str)
 def test_compiled_functions_write_and_read_scales(dtype: torch.dtype | str) -> None:
     k, v = torch.randn(2, 5, HEADS, 64).bfloat16()
     q, slots = torch.randn(1, HEADS, 64).bfloat16(), torch.tensor([3, 31, 0, 16, 7])

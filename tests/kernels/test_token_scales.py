@@ -1,5 +1,5 @@
 """Caches whose tokens and heads have their own scales: one each (int8, e4m3, int4), or one for 16 columns
-(NVFP4, and SGLang's fp4_mx_block16).
+(NVFP4, and SGLang's fp4_mx_block16); K and V may differ.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import cpu_isa
 import pytest
 import torch
 from append_problems import HEADS
-from float8_cases import FP4_DTYPES, INT4, NVFP4, ROUNDED_TOLERANCE, TOKEN_DTYPES, Float8Case
+from float8_cases import FP4_DTYPES, INT4, NVFP4, PAIR, ROUNDED_TOLERANCE, TOKEN_DTYPES, Float8Case
 from tiers import mostly_slow
 from token_scaled_caches import token_scaled_cache
 from torch import Tensor
@@ -36,7 +36,7 @@ from attn_backend.kernels.append import append_rounded
 from attn_backend.variants import builtin
 
 CPU = torch.device("cpu")
-DTYPES = (*TOKEN_DTYPES, *FP4_DTYPES)
+DTYPES = (*TOKEN_DTYPES, *FP4_DTYPES, PAIR)
 
 
 def attention(head_dim: int = 64, **options: Any) -> Attention:
@@ -54,11 +54,12 @@ def run(problem: Float8Case, **options: object) -> None:
 
 
 def random_case(seed: int, device: torch.device, is_fp4: bool) -> Float8Case:
+    """is_fp4: V has FP4 numbers, perhaps K, too."""
     spec = cases.random_spec(seed, device.type)
     if is_fp4:
-        dtype, head_dims = FP4_DTYPES[seed // 4 % 2], (64, 128, 192, 256)
-        if seed % 5 == 0 and spec.table_form != "ragged":
-            spec = spec.with_(head_dim_v=64, cache_form="pair")
+        dtype, head_dims = (*FP4_DTYPES, PAIR)[seed // 4 % 3], (64, 128, 192, 256)
+        if (seed % 5 == 0 or dtype == PAIR) and spec.table_form != "ragged":
+            spec = spec.with_(head_dim_v=64 if seed % 5 == 0 else None, cache_form="pair")
     else:
         dtype = TOKEN_DTYPES[seed // 2 % 3]
         head_dims = (64, 96, 128, 256) if dtype == INT4 else (64, 72, 128, 256)
@@ -146,10 +147,10 @@ def test_the_layout_of_the_engine(dtype: torch.dtype | str) -> None:
     assert (out.double() - exact).norm() <= (0.04 if isinstance(dtype, torch.dtype) else 0.2) * exact.norm()
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, NVFP4], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int8, NVFP4, PAIR], ids=str)
 def test_pages_of_one_token(dtype: torch.dtype | str) -> None:
     kv = token_scaled_cache(dtype, 3, 16, 64, "apart").by_slot()
-    columns = 64 if dtype == torch.int8 else 32
+    columns = 32 if dtype == NVFP4 else 64
     assert kv.k.shape == (48, 1, HEADS, columns)
     assert (kv.stored_dtype, kv.head_dim) == (dtype, 64)
     scales = kv.k_scale.blocks if isinstance(kv.k_scale, BlockScales) else kv.k_scale
@@ -196,12 +197,16 @@ REFUSED = {
         "head_dim_v": 48,
         "token_scales": None,
     },
+    r"head_dim is 96, must be a multiple of 64 with kv_dtype='int8_k_nvfp4_v'": {
+        "head_dim": 96,
+        "kv_dtype": PAIR,
+    },
     r"head_dim is 96, must be a multiple of 64 with kv_dtype='nvfp4'": {
         "head_dim": 96,
         "kv_dtype": NVFP4,
         "token_scales": None,
     },
-    r"kv_dtype is 'int3', must be a torch.dtype, 'int4', 'nvfp4', 'fp4_mx_block16' or None": {
+    r"kv_dtype is 'int3', must be .*'int4', 'nvfp4', 'fp4_mx_block16', 'int8_k_nvfp4_v' or None": {
         "kv_dtype": "int3",
         "token_scales": False,
     },
@@ -285,6 +290,35 @@ def test_scales_without_memory_are_named(dtype: torch.dtype | str) -> None:
     ):
         with pytest.raises(ValueError, match=rf"^{name} is .* without memory"):
             call()
+
+
+def test_refused_pairs() -> None:
+    """Of formats, and of a pair's own rows and scales."""
+    kv, of_fp4 = (token_scaled_cache(dtype, 2, 16, 64) for dtype in (PAIR, NVFP4))
+    int8 = token_scaled_cache(torch.int8, 2, 16, 64)
+    assert (kv.stored_dtype, kv.head_dim, kv.head_dim_v) == (PAIR, 64, 64)
+    with pytest.raises(
+        ValueError, match=r"v is .*, must be of k's shape .* of dtype int8, or uint8 with"
+    ):
+        KVCache.from_pair(kv.k, kv.v, k_scale=kv.k_scale, v_scale=kv.k_scale)
+    with pytest.raises(ValueError, match=r"v is .*, must be of k's shape .* of dtype uint8"):
+        KVCache.from_pair(of_fp4.k, int8.v, k_scale=of_fp4.k_scale, v_scale=int8.v_scale)
+    with pytest.raises(ValueError, match=r"k_scale is None, must be a float32 tensor"):
+        KVCache.from_pair(kv.k, kv.v, v_scale=kv.v_scale)
+    with pytest.raises(
+        ValueError, match=r"k is .*, must be of head_dim columns, and head_dim a multiple of 64"
+    ):
+        KVCache.from_pair(kv.k[..., :32], kv.v, k_scale=kv.k_scale, v_scale=kv.v_scale)
+    q, view = torch.zeros(1, HEADS, 64).bfloat16(), view_of_one_row(3)
+    made, of_int8 = attention(kv_dtype=PAIR, token_scales=None), attention(kv_dtype=torch.int8)
+    made.plan(view)
+    of_int8.plan(view)
+    with pytest.raises(ValueError, match=r"kv\.v\.dtype is int8, must be uint8"):
+        made.run(q, int8)
+    with pytest.raises(ValueError, match=r"kv\.v\.dtype is uint8, must be int8"):
+        of_int8.run(q, kv)
+    with pytest.raises(ValueError, match=r"kv\.k\.dtype is uint8, must be int8"):
+        made.run(q, of_fp4)
 
 
 def test_refused_block_scales() -> None:

@@ -10,7 +10,14 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from attn_backend.adapters.layers import LayerSpec
 from attn_backend.jit.manifest import SHIPPED_FLOAT8_OUT_HEAD_DIMS, HeadDims
 from attn_backend.kernels.append import append_kv
-from attn_backend.metadata.kv_cache import TOKEN_SCALED_FORMATS, BlockScales, CacheDtype, KVCache
+from attn_backend.metadata.kv_cache import (
+    TOKEN_SCALED_FORMATS,
+    BlockScales,
+    CacheDtype,
+    CacheScale,
+    KVCache,
+    side_dtypes,
+)
 
 from . import compat
 from .compat import outside_memory_pools
@@ -24,12 +31,14 @@ from .rules import (
     ONE_RANK,
     OTHER_BACKEND,
     OTHER_CACHE,
+    OWN_CACHE_OF_OLD_RELEASES,
     ROTATED_DTYPES,
     TOKEN_SCALED_CACHES,
     bytes_of_row,
     unsupported_argument,
     unsupported_cache,
     unsupported_layer,
+    unsupported_name,
     unsupported_pages,
     unsupported_sinks,
 )
@@ -46,7 +55,9 @@ def elements_of_row(columns: int, kv_cache_dtype: str) -> int:
     their scales. columns: of K and V together.
     """
     dtype = TOKEN_SCALED_CACHES.get(kv_cache_dtype)
-    return columns if dtype is None else 2 * sum(bytes_of_row(columns // 2, dtype))
+    if dtype is None:
+        return columns
+    return sum(sum(bytes_of_row(columns // 2, of_side)) for of_side in side_dtypes(dtype))
 
 
 class AttnImpl(AttentionImpl[AttnMetadata]):
@@ -111,6 +122,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         for what, advice in (
             (unsupported_layer(heads.qk, heads.v, attn_type), ""),
             (unsupported_cache(heads, kv_cache_dtype, device.type), other_cache),
+            (unsupported_name(kv_cache_dtype, compat.takes_cache_names()), OWN_CACHE_OF_OLD_RELEASES),
             (unsupported_pages(kv_cache_dtype, has_window, takes_bytes), CACHE_OF_OLD_RELEASES),
             (unsupported_sinks(sinks, num_heads), ""),
             *((unsupported_argument(name, value), "") for name, value in extra.items()),
@@ -123,6 +135,9 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         # an encoder reads this step's K and V, which are in no cache
         self.cache_dtype = None if is_encoder else BYTE_CACHES.get(kv_cache_dtype)
         self.has_token_scales = self.cache_dtype is not None and kv_cache_dtype in TOKEN_SCALED_CACHES
+        stored = None if self.cache_dtype is None else TOKEN_SCALED_FORMATS.get(self.cache_dtype)
+        # whether vLLM's scales of a layer multiply those of K and of V
+        self._takes_factors = tuple(side.has_factor for side in stored.sides) if stored else (False, False)
         # A causal step has no tokens to the right. Drafts of DFLASH may have other steps, as in FLASH_ATTN.
         sees_right = window >= 0 and (not is_decoder or compat.setting("attention_config.use_non_causal"))
         self.spec = LayerSpec(
@@ -295,8 +310,9 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
     def _view(self, layer: Any, kv_cache: torch.Tensor) -> KVCache:
         if self.cache_dtype is not None and self.has_token_scales:
             factors = None
-            if TOKEN_SCALED_FORMATS[self.cache_dtype].has_factor and not self._shares_cache(layer):
-                factors = layer._k_scale_float, layer._v_scale_float
+            if any(self._takes_factors) and not self._shares_cache(layer):
+                takes_k, takes_v = self._takes_factors
+                factors = layer._k_scale_float if takes_k else 1.0, layer._v_scale_float if takes_v else 1.0
             return token_scaled_view(kv_cache, self.head_size, self.cache_dtype, factors)
         return kv_cache_view(
             kv_cache,
@@ -381,15 +397,15 @@ def token_scaled_view(
     Args:
         kv_cache: of one-byte elements, [blocks, num_kv_heads, page, bytes of K and of V with their scales].
         head_size: columns of K.
-        dtype: of the elements.
-        factors: of NVFP4's scales, of K and of V: vLLM's scales of the layer. None: as when the view was
-            made, or 1.
+        dtype: of the elements, or of a pair.
+        factors: of NVFP4's scales, of K and of V: vLLM's scales of the layer; 1 for other formats. None: as
+            when the view was made, or 1.
 
     Raises:
         NotImplementedError: neither a head's nor a page's rows lie side by side.
     """
     view: Any = getattr(kv_cache, "_attn_backend_view", None)
-    if view is not None and (factors is None or factors == (view.k_scale.factor, view.v_scale.factor)):
+    if view is not None and (factors is None or factors == (_factor(view.k_scale), _factor(view.v_scale))):
         return view
     data = kv_cache.data.view(torch.uint8)
     blocks, heads, page, row = data.shape
@@ -398,31 +414,36 @@ def token_scaled_view(
     if not is_by_head and (head_stride, token_stride) != (row, heads * row):
         refuse(f"a KV cache of strides {data.stride()} with a scale for each token and head", OTHER_CACHE)
     rows = page if is_by_head else page * heads  # that lie side by side
-    k_bytes, k_scale_bytes = bytes_of_row(head_size, dtype)
+    dtypes = side_dtypes(dtype)
+    k_bytes, k_scale_bytes = bytes_of_row(head_size, dtypes[0])
     of_v = row - k_bytes - k_scale_bytes
-    stored = TOKEN_SCALED_FORMATS[dtype]
     # A column has half a byte, and a sixteenth of its block's scale.
-    v_scale_bytes = of_v // 9 if stored.has_block_scales else 4
+    v_scale_bytes = of_v // 9 if TOKEN_SCALED_FORMATS[dtypes[1]].has_block_scales else 4
     sizes = [rows * size for size in (k_bytes, of_v - v_scale_bytes, k_scale_bytes, v_scale_bytes)]
     parts = data.as_strided(
         (blocks, heads if is_by_head else 1, rows * row), (block_stride, head_stride, 1)
     ).split(sizes, dim=2)
 
-    def rows_of(part: torch.Tensor) -> torch.Tensor:
+    def rows_of(part: torch.Tensor, of_side: CacheDtype) -> torch.Tensor:
         """Elements [blocks, page, heads, columns]; of 4 bits, bytes of two."""
-        part = part if isinstance(dtype, str) else part.view(dtype)
+        part = part if isinstance(of_side, str) else part.view(of_side)
         columns = part.shape[1] * part.shape[2] // (heads * page)
         return part.view(blocks, heads, page, columns).transpose(1, 2)
 
-    def scales_of(part: torch.Tensor, factor: float) -> torch.Tensor | BlockScales:
+    def scales_of(part: torch.Tensor, of_side: CacheDtype, factor: float) -> torch.Tensor | BlockScales:
         """Scales [blocks, page, heads], each head's side by side; or BlockScales."""
+        stored = TOKEN_SCALED_FORMATS[of_side]
         if stored.has_block_scales:
             of_bytes = part.view(getattr(torch, stored.scales or ""))
             of_blocks = of_bytes.unflatten(2, (-1, page, part.shape[2] // rows))
             return BlockScales(of_blocks.flatten(1, 2).transpose(1, 2), factor)
         return part.view(torch.float32).view(blocks, heads, page).transpose(1, 2)
 
-    k, v = map(rows_of, parts[:2])
-    view = KVCache(k, v, *map(scales_of, parts[2:], factors or (1.0, 1.0)))
+    k, v = map(rows_of, parts[:2], dtypes)
+    view = KVCache(k, v, *map(scales_of, parts[2:], dtypes, factors or (1.0, 1.0)))
     kv_cache._attn_backend_view = view  # type: ignore[attr-defined]
     return view
+
+
+def _factor(scale: CacheScale) -> float:
+    return scale.factor if isinstance(scale, BlockScales) else 1.0

@@ -20,6 +20,7 @@ come from probes, not from version numbers.
 | merge of states over the ranks of DCP | up to 0.28 ops/common.py and dcp_alltoall.py | ops/dcp.py |
 | caches that DCP does not shard (draft models) | up to 0.30 none | dcp_sharded of the spec |
 | names of backends | up to 0.31 a fixed list with CUSTOM | AttentionBackendEnum.register |
+| names of caches | up to 0.32 a fixed list | register_kv_cache_dtype |
 | pool of builders' memory | up to 0.29 the KV cache's, which sleep mode discards | saved; 0.30, 0.31: none |
 """
 
@@ -54,9 +55,10 @@ from vllm.v1.attention.backends.mla.prefill.registry import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from attn_backend.metadata.kv_cache import side_dtypes
 from attn_backend.settings import Settings
 
-from .rules import OWN_NAME, TOKEN_SCALED_CACHES, bytes_of_row
+from .rules import OWN_CACHE, OWN_NAME, TOKEN_SCALED_CACHES, bytes_of_row
 
 T = TypeVar("T")
 
@@ -98,11 +100,14 @@ def with_bytes_of_scales(spec: Any) -> Any:
 
     Releases without the field add the bytes themselves.
     """
-    name = getattr(getattr(spec, "kv_quant_mode", None), "name", "").lower()
+    mode = getattr(spec, "kv_quant_mode", None)
+    # The mode of registered names shares its value, and its name, with a mode of vLLM's that we do not serve.
+    # Workers ask without a current configuration, which has the name of the cache.
+    name = OWN_CACHE if getattr(mode, "is_custom_mode", False) else getattr(mode, "name", "").lower()
     if name not in TOKEN_SCALED_CACHES or not takes_bytes_of_rows() or spec.state_content_bytes is not None:
         return spec
-    dtype = TOKEN_SCALED_CACHES[name]
-    of_both = sum(bytes_of_row(spec.head_size, dtype)) + sum(bytes_of_row(head_size_v(spec), dtype))
+    of_k, of_v = side_dtypes(TOKEN_SCALED_CACHES[name])
+    of_both = sum(bytes_of_row(spec.head_size, of_k)) + sum(bytes_of_row(head_size_v(spec), of_v))
     return replace(spec, state_content_bytes=of_both)
 
 
@@ -112,6 +117,30 @@ def takes_bytes_of_rows() -> bool:
     Up to 0.27 vLLM only knows int4, and gives pages of layers with a sliding window room for 8-bit elements.
     """
     return hasattr(AttentionSpec, "state_content_bytes")
+
+
+class OwnCacheHandler:
+    """OWN_CACHE as vLLM's KVCacheDTypeHandler describes it: bytes, which only our backends read."""
+
+    name = OWN_CACHE
+
+    def torch_dtype(self) -> torch.dtype:
+        return torch.uint8
+
+    def quant_mode(self) -> Any:
+        return import_module("vllm.v1.kv_cache_interface").KVQuantMode.CUSTOM
+
+
+def takes_cache_names() -> bool:
+    """Whether a package may register names for --kv-cache-dtype: since 0.33."""
+    return hasattr(import_module("vllm.config.cache"), "register_kv_cache_dtype")
+
+
+def register_cache_name() -> None:
+    """Lets vLLM know OWN_CACHE, once in a process. Earlier releases refuse the name."""
+    names = import_module("vllm.config.cache")
+    if takes_cache_names() and not names.is_known_kv_cache_dtype(OWN_CACHE):
+        names.register_kv_cache_dtype(OWN_CACHE)(OwnCacheHandler)
 
 
 def batch_invariant() -> bool:

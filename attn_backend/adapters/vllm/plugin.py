@@ -43,6 +43,7 @@ def register() -> None:
         import_module("attn_backend.kernels.native").library()
         import_module(f"{_PACKAGE}.backend")
         compat.register_names(BACKEND_PATH)
+        compat.register_cache_name()
         compat.register_mla_prefill(f"{_PACKAGE}.mla.MlaPrefill")
         for name in DIFF_KV_NAMES:
             registry.register_backend(registry.AttentionBackendEnum[name], f"{__name__}.{name}")

@@ -26,6 +26,7 @@ from attn_backend.metadata.kv_cache import (
     BLOCK_COLUMNS,
     FOUR_BIT_COLUMNS,
     INT4,
+    INT8_NVFP4,
     NVFP4,
     TOKEN_SCALED_FORMATS,
     CacheDtype,
@@ -56,7 +57,9 @@ TOKEN_SCALED_CACHES: dict[str, CacheDtype] = {
     "fp8_per_token_head": torch.float8_e4m3fn,
     "int4_per_token_head": INT4,
     "nvfp4": NVFP4,
+    "int8_k_nvfp4_v": INT8_NVFP4,
 }
+OWN_CACHE = "int8_k_nvfp4_v"  # a name that this package registers
 ROTATED_DTYPES = (INT4,)
 # those whose tensors have one-byte elements in vLLM
 BYTE_CACHES: dict[str, CacheDtype] = {**FLOAT8_CACHES, **TOKEN_SCALED_CACHES}
@@ -69,6 +72,7 @@ SCALED_LATENTS = "fp8_ds_mla"
 # Up to 0.27 vLLM only knows the bytes of rows of int4. Its pages of sliding windows have 8-bit rows.
 BYTES_OF_ROWS_SINCE = "0.28.0"
 CACHE_OF_OLD_RELEASES = "use vLLM 0.28 or later, or pass --kv-cache-dtype int8_per_token_head"
+OWN_CACHE_OF_OLD_RELEASES = "use vLLM 0.33 or later, or pass --kv-cache-dtype int8_per_token_head"
 
 
 def unsupported_layer(head_size: int, head_size_v: int, attn_type: str) -> str | None:
@@ -100,9 +104,18 @@ def unsupported_cache(heads: HeadDims, kv_cache_dtype: str, device: str) -> str 
 
 
 def bytes_of_row(columns: int, dtype: CacheDtype) -> tuple[int, int]:
-    """Bytes of a row of K or V in a cache of TOKEN_SCALED_CACHES, and of its scales."""
+    """Bytes of a row of K or V in a cache of TOKEN_SCALED_CACHES, and of its scales. dtype: of K or of V
+    (side_dtypes).
+    """
     has_blocks = TOKEN_SCALED_FORMATS[dtype].has_block_scales
     return stored_columns(columns, dtype), columns // BLOCK_COLUMNS if has_blocks else 4
+
+
+def unsupported_name(kv_cache_dtype: str, takes_cache_names: bool) -> str | None:
+    """Why vLLM does not know a cache of our own name, or None. takes_cache_names: compat's."""
+    return (
+        f"a KV cache of dtype {OWN_CACHE}" if kv_cache_dtype == OWN_CACHE and not takes_cache_names else None
+    )
 
 
 def unsupported_pages(kv_cache_dtype: str, has_window: bool, takes_bytes_of_rows: bool) -> str | None:

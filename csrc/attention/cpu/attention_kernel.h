@@ -158,10 +158,10 @@ class AttentionKernel : public RowStates<Engine, Variant_> {
     if constexpr (kWidens) {
       const AttentionTokenScales& scales = params_.token_scales;
       const DataType element = variant_.scales.element;
-      Rows::widen_rows(tokens.keys, scales.k.exist() ? tokens.key_scales : nullptr, scales.k_factor, element, dims_.qk,
-                       part, keys);
-      Rows::widen_rows(tokens.values, scales.v.exist() ? tokens.value_scales : nullptr, scales.v_factor, element,
-                       dims_.v, part, values);
+      Rows::widen_rows(tokens.keys, scales.k.exist() ? tokens.key_scales : nullptr, scales.k_factor,
+                       side_type(element, false), dims_.qk, part, keys);
+      Rows::widen_rows(tokens.values, scales.v.exist() ? tokens.value_scales : nullptr, scales.v_factor,
+                       side_type(element, true), dims_.v, part, values);
     }
   }
 

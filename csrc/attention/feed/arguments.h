@@ -56,22 +56,24 @@ inline int32_t box_tokens(const AttentionParams& params, bool is_flat) {
 }
 
 /// Encodes a map of K or V. A box's rows have row_bytes.
-inline bool encode_cache(const AttentionParams& params, const LaunchContext& context, const KvTensor& tensor,
-                         int32_t columns, bool is_flat, int32_t tokens, TensorMap& map,
-                         int32_t row_bytes = kBlockRowBytes) {
+inline bool encode_cache(const AttentionParams& params, const LaunchContext& context, bool is_v, bool is_flat,
+                         int32_t tokens, TensorMap& map, int32_t row_bytes = kBlockRowBytes) {
+  const KvTensor& tensor = is_v ? params.v : params.k;
+  const int32_t columns = is_v ? context.dims.v : context.dims.qk;
+  const DataType dtype = side_type(context.kv_dtype, is_v);
   const Tensor4d described{
       .data = tensor.data,
-      .dtype = context.kv_dtype,
-      .sizes = {stored_columns(columns, context.kv_dtype), is_flat ? params.num_pages : params.page_size.divisor,
+      .dtype = dtype,
+      .sizes = {stored_columns(columns, dtype), is_flat ? params.num_pages : params.page_size.divisor,
                 params.num_kv_heads, is_flat ? 1 : params.num_pages},
       .strides = {is_flat ? tensor.page_stride : tensor.token_stride, tensor.head_stride, tensor.page_stride},
-      .box = {row_bytes / bytes_of(context.kv_dtype), tokens, 1, 1}};
+      .box = {row_bytes / bytes_of(dtype), tokens, 1, 1}};
   return context.encode(described, map);
 }
 
-/// Finds whether one copy can load the TokenScales of a box, of `words` each. A dimension of size 1 may have any
+/// Finds whether one copy can load the TokenScales of a box, of so many words each. A dimension of size 1 may have any
 /// stride.
-inline void find_scales(TmaParams& tma, int64_t words) {
+inline void find_scales(TmaParams& tma, const KvForm& kv, int64_t k_words, int64_t v_words) {
   constexpr int64_t kUnit = 16 / sizeof(float);
   struct Strides {
     int64_t page, head;
@@ -83,13 +85,14 @@ inline void find_scales(TmaParams& tma, int64_t words) {
   const auto& scales = tma.attention.variant.as<AttentionTokenScales>();
   const Strides k = strides(scales.k), v = strides(scales.v);
   const uintptr_t addresses = reinterpret_cast<uintptr_t>(scales.k.data) | reinterpret_cast<uintptr_t>(scales.v.data);
-  const int64_t extent = k.page * tma.attention.num_pages + k.head * tma.attention.num_kv_heads;
-  if (k.page != v.page || k.head != v.head || scales.k.token_stride != words || scales.v.token_stride != words ||
-      k.page <= 0 || k.head < 0 || (k.page | k.head) % kUnit != 0 || addresses % 16 != 0 ||
-      extent / kUnit >= int64_t{1} << 32)
+  const int64_t extent = k.page * tma.attention.num_pages + max_of(k.head, v.head) * tma.attention.num_kv_heads;
+  if (k.page != v.page || (!kv.is_pair() && k.head != v.head) || scales.k.token_stride != k_words ||
+      scales.v.token_stride != v_words || k.page <= 0 || min_of(k.head, v.head) < 0 ||
+      (k.page | k.head | v.head) % kUnit != 0 || addresses % 16 != 0 || extent / kUnit >= int64_t{1} << 32)
     return;
   tma.scales_page_units = static_cast<uint32_t>(k.page / kUnit);
   tma.scales_head_units = static_cast<uint32_t>(k.head / kUnit);
+  tma.v_scales_head_units = static_cast<uint32_t>(v.head / kUnit);
 }
 
 /// Encodes the maps of DequantizedKv, which TMA can always load. `parts`: of a stage.
@@ -109,27 +112,31 @@ inline void encode_dequantized(const LaunchContext& context, int32_t parts, TmaP
   encode(context.dequantized.v, context.dims.v, tma.dequantized_v);
 }
 
-/// Encodes the packed maps of K and V. Two tokens of a head that lie together are a row of 128 bytes, if a box then has
-/// eight rows or more.
+/// Encodes the packed maps of K and V. Two tokens of a head that lie together, of 64 bytes each, are a row of 128
+/// bytes, if a box then has eight rows or more.
 inline bool encode_packed(const LaunchContext& context, bool is_flat, int32_t tokens, TmaParams& tma) {
   const AttentionParams& params = tma.attention;
-  const auto is_pair = [&](const KvTensor& tensor, int32_t columns) {
-    return stored_columns(columns, context.kv_dtype) == kPackedTokenBytes && tensor.token_stride == kPackedTokenBytes;
+  constexpr int32_t kBytes = 64;  // of a token of a pair
+  const auto token_bytes = [&](bool is_v) { return packed_token_bytes(context.dims, context.kv_form, is_v); };
+  const auto lie_in_pairs = [&](bool is_v) {
+    const KvTensor& tensor = is_v ? params.v : params.k;
+    const int32_t columns = is_v ? context.dims.v : context.dims.qk;
+    return token_bytes(is_v) > kBytes ||
+           (context.kv_form.stored_columns(columns, is_v) == kBytes && tensor.token_stride == kBytes);
   };
-  tma.has_token_pairs =
-      !is_flat && tokens >= 16 && is_pair(params.k, context.dims.qk) && is_pair(params.v, context.dims.v);
-  const auto encode = [&](const KvTensor& tensor, int32_t columns, TensorMap& map) {
-    if (!tma.has_token_pairs)
-      return encode_cache(params, context, tensor, columns, is_flat, tokens, map, kPackedTokenBytes);
-    const Tensor4d pairs{
-        .data = tensor.data,
-        .dtype = context.kv_dtype,
-        .sizes = {2 * kPackedTokenBytes, params.page_size.divisor / 2, params.num_kv_heads, params.num_pages},
-        .strides = {2 * kPackedTokenBytes, tensor.head_stride, tensor.page_stride},
-        .box = {2 * kPackedTokenBytes, tokens / 2, 1, 1}};
+  tma.has_token_pairs = !is_flat && tokens >= 16 && lie_in_pairs(false) && lie_in_pairs(true);
+  const auto encode = [&](bool is_v, TensorMap& map) {
+    if (!tma.has_token_pairs || token_bytes(is_v) > kBytes)
+      return encode_cache(params, context, is_v, is_flat, tokens, map, token_bytes(is_v));
+    const KvTensor& tensor = is_v ? params.v : params.k;
+    const Tensor4d pairs{.data = tensor.data,
+                         .dtype = side_type(context.kv_dtype, is_v),
+                         .sizes = {2 * kBytes, params.page_size.divisor / 2, params.num_kv_heads, params.num_pages},
+                         .strides = {2 * kBytes, tensor.head_stride, tensor.page_stride},
+                         .box = {2 * kBytes, tokens / 2, 1, 1}};
     return context.encode(pairs, map);
   };
-  return encode(params.k, context.dims.qk, tma.k_packed) && encode(params.v, context.dims.v, tma.v_packed);
+  return encode(false, tma.k_packed) && encode(true, tma.v_packed);
 }
 
 /// Encodes the maps of K and V, if TMA can load them. `is_packed`: decodes read packed tiles.
@@ -141,13 +148,14 @@ inline void encode_caches(const LaunchContext& context, bool is_packed, TmaParam
   }
   const bool is_flat = is_ragged || params.page_size.divisor == 1;
   const int32_t tokens = box_tokens(params, is_flat);
-  if (tokens > 0 && encode_cache(params, context, params.k, context.dims.qk, is_flat, tokens, tma.k) &&
-      encode_cache(params, context, params.v, context.dims.v, is_flat, tokens, tma.v) &&
+  if (tokens > 0 && encode_cache(params, context, false, is_flat, tokens, tma.k) &&
+      encode_cache(params, context, true, is_flat, tokens, tma.v) &&
       (!is_packed || encode_packed(context, is_flat, tokens, tma)))
     (is_flat && !is_ragged ? tma.run_tokens : tma.box_tokens) = tokens;
-  const int32_t k_words = context.kv_form.scale_words(context.dims.qk);
-  const bool are_alike = k_words == context.kv_form.scale_words(context.dims.v);
-  if (context.kv_form.has_token_scales && tma.box_tokens > 0 && !is_flat && are_alike) find_scales(tma, k_words);
+  const KvForm& kv = context.kv_form;
+  const int32_t k_words = kv.scale_words(context.dims.qk, false), v_words = kv.scale_words(context.dims.v, true);
+  const bool have_places = kv.is_pair() || k_words == v_words;  // in shared memory as in a page
+  if (kv.has_token_scales && tma.box_tokens > 0 && !is_flat && have_places) find_scales(tma, kv, k_words, v_words);
 }
 
 }  // namespace attn::feed

@@ -78,14 +78,17 @@ __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
         const DequantizedTensor& tensor = chunk.is_v ? p.v : p.k;
         const int64_t from = (chunk.is_v ? v_from : k_from)[chunk.row];
         if (from < 0 || chunk.column >= tensor.head_columns) continue;
-        const char* const data = static_cast<const char*>(tensor.stored.data) + from +
-                                 chunk.head * tensor.stored.head_stride + stored_columns<Stored>(chunk.column);
-        if constexpr (kHas4Bits<Stored>)
-          stored[i].x = *reinterpret_cast<const uint32_t*>(data);
-        else
-          stored[i] = *reinterpret_cast<const uint2*>(data);
-        const int32_t scale_word = has_block_scales(Stored::kType) ? chunk.column / (4 * kScaleColumns) : 0;
-        if constexpr (kHasTokenScales) scales[i] = (&tensor.scales.of(places[chunk.row], chunk.head))[scale_word];
+        with_side<Stored>(chunk.is_v, [&](auto side) {
+          using OfSide = decltype(side);
+          const char* const data = static_cast<const char*>(tensor.stored.data) + from +
+                                   chunk.head * tensor.stored.head_stride + stored_columns<OfSide>(chunk.column);
+          if constexpr (kHas4Bits<OfSide>)
+            stored[i].x = *reinterpret_cast<const uint32_t*>(data);
+          else
+            stored[i] = *reinterpret_cast<const uint2*>(data);
+          const int32_t scale_word = has_block_scales(OfSide::kType) ? chunk.column / (4 * kScaleColumns) : 0;
+          if constexpr (kHasTokenScales) scales[i] = (&tensor.scales.of(places[chunk.row], chunk.head))[scale_word];
+        });
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
@@ -96,13 +99,16 @@ __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
         const int64_t head = int64_t{first_row + chunk.row} * p.num_kv_heads + chunk.head;
         const int64_t element = head * tensor.head_chunks.divisor * kChunkColumns + chunk.column;
         uint4& to = *reinterpret_cast<uint4*>(static_cast<char*>(tensor.target) + element * Element::kBytes);
-        if constexpr (kHas4Bits<Stored>)
-          to = Stored::template dequantize<Element>(stored[i].x, chunk.column / kChunkColumns,
-                                                    __float_as_uint(scales[i]), tensor.factor);
-        else if constexpr (kHasTokenScales)
-          to = dequantize_eight<Element, Stored>(stored[i], scales[i]);
-        else
-          to = dequantize_eight<Element, Stored>(stored[i]);
+        with_side<Stored>(chunk.is_v, [&](auto side) {
+          using OfSide = decltype(side);
+          if constexpr (kHas4Bits<OfSide>)
+            to = OfSide::template dequantize<Element>(stored[i].x, chunk.column / kChunkColumns,
+                                                      __float_as_uint(scales[i]), tensor.factor);
+          else if constexpr (kHasTokenScales)
+            to = dequantize_eight<Element, OfSide>(stored[i], scales[i]);
+          else
+            to = dequantize_eight<Element, OfSide>(stored[i]);
+        });
       }
     }
   }

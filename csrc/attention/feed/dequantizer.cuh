@@ -146,7 +146,7 @@ class InPlaceDequantizer {
   __device__ __forceinline__ void dequantize(int part, int load) const {
     ptx::mbarrier_wait(barrier(load), load / kStoredBarriers & 1);
     share_.with_tiles([&](auto stored, auto wide) {
-      if constexpr (Traits::kKvForm.has_4_bits())
+      if constexpr (kHas4Bits<typename decltype(stored)::Element>)
         dequantize_4_bit_rows<decltype(stored), decltype(wide)>(shared_.kv(part), part);
       else
         dequantize_rows<decltype(stored), decltype(wide)>(shared_.kv(part), part);
@@ -167,7 +167,8 @@ class InPlaceDequantizer {
     constexpr int kChunks = kBlocks * 4;  // of a piece, of sixteen numbers
     // Chunks that are read ahead. The last stored block may lie in the only block that it becomes: its chunks are then
     // all read before the first is written over.
-    constexpr int kAhead = kBlocks % 2 == 1 ? 4 : leaves_registers(Traits::Shape::kDims.widest()) ? 2 : 1;
+    constexpr bool kHasRegisters = leaves_registers(Traits::Shape::kDims.widest()) && !Traits::kTakesPacked;
+    constexpr int kAhead = kBlocks % 2 == 1 ? 4 : kHasRegisters ? 2 : 1;
     static_assert(kChunks % kAhead == 0, "a chunk has one place in bytes");
     float scales[kLaneRows];
     if constexpr (kHasScales) {
@@ -207,7 +208,8 @@ class InPlaceDequantizer {
   template <class Stored, class Wide>
   __device__ __forceinline__ void dequantize_4_bit_rows(char* tile, int part) const {
     constexpr int kChunks = Wide::kBlocks * 2;  // of a row, of 32 numbers
-    constexpr bool kRecomputesAddresses = Traits::kTakesPacked && Traits::kKvForm.has_block_scales();
+    constexpr bool kHasBlockScales = has_block_scales(Stored::Element::kType);
+    constexpr bool kRecomputesAddresses = Traits::kTakesPacked && kHasBlockScales;
     static_assert(Share::kTokens % 32 == 0 && Stored::kBlocks == 1 && kChunks <= 8 &&
                   Stored::kRowBytes == Wide::kRowBytes);
 #pragma unroll 1
@@ -225,7 +227,7 @@ class InPlaceDequantizer {
         if constexpr (kRecomputesAddresses) ptx::keep(row);  // recompute chunk addresses
         const uint32_t words[4] = {next.x, next.y, next.z, next.w};
         if (chunk + 1 < kChunks) next = read(chunk + 1);
-        if (Traits::kKvForm.has_block_scales() && chunk % 2 == 0) scale_word = ptx::load_word(scales + chunk / 2 * 4);
+        if (kHasBlockScales && chunk % 2 == 0) scale_word = ptx::load_word(scales + chunk / 2 * 4);
 #pragma unroll
         for (int w = 0; w < 4; ++w)
           *reinterpret_cast<uint4*>(tile + (row ^ (chunk % 2 * 4 + w) << 4) + chunk / 2 * Wide::kBlockBytes) =

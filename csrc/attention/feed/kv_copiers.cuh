@@ -30,13 +30,18 @@ __device__ __forceinline__ int target_block(int block, bool spreads, int wide_bl
   return spreads ? min_of(2 * block + 1, wide_blocks - 1) : block;
 }
 
+/// A number as a type.
+template <int kNumber>
+struct Number {
+  ATTN_HD constexpr int operator()() const { return kNumber; }
+};
+
 /// The part of each KV tile that a warp of the producer loads: half of the tokens of K, or of V.
 template <class Traits>
 struct KvShare {
   using Shared = SharedMemory<Traits>;
   static constexpr int kTokens = Traits::kTuning.kv_tile / 2;
   static constexpr int kLaneTokens = ceil_div(kTokens, 32);
-  static constexpr int kScaleWords = max_of(Traits::kTuning.token_scale_words, 1);  // of the TokenScales of a token
   static constexpr int kMaxBlocks = max_of(KTile<Traits>::kBlocks, VTile<Traits>::kBlocks);
   /// With wide heads: the blocks in the first part of a stage.
   static constexpr int kLeftBlocks = VTile<Traits>::kBlocks / 2;
@@ -57,11 +62,14 @@ struct KvShare {
   __device__ __forceinline__ void copy_token_scale(const AttentionParams& params, const Shared& shared, int part,
                                                    int number, SlotPlace token, bool exists, int32_t head) const {
     const float* const words = &token_scales(params).of(exists ? token : SlotPlace{0, 0}, exists ? head : 0);
+    with_scale_words([&](auto count) {
 #pragma unroll
-    for (int word = 0; word < kScaleWords; ++word) {
-      const bool is_there = exists && (kScaleWords == 1 || word < scale_words(columns(), true));
-      ptx::cp_async_4_or_zero(token_scale(shared, part, number) + word * 4, words + (is_there ? word : 0), is_there);
-    }
+      for (int word = 0; word < count(); ++word) {
+        const bool is_there =
+            exists && (count() == 1 || Traits::kKvForm.is_pair() || word < scale_words(columns(), true));
+        ptx::cp_async_4_or_zero(token_scale(shared, part, number) + word * 4, words + (is_there ? word : 0), is_there);
+      }
+    });
   }
   __device__ __forceinline__ const TokenScales& token_scales(const AttentionParams& params) const {
     const auto& scales = params.variant.template as<typename Traits::Variant::Params>().scales;
@@ -69,7 +77,17 @@ struct KvShare {
   }
   /// The address of that place.
   __device__ __forceinline__ uint32_t token_scale(const Shared& shared, int part, int number) const {
-    return shared.token_scales(part) + (first_token % Shared::kPartTokens + number) * (kScaleWords * 4);
+    return shared.token_scales(part) +
+           (first_token % Shared::kPartTokens + number) * (scale_words_of<Traits>(is_v) * 4);
+  }
+  /// Calls body(Number<scale_words_of()>{}).
+  template <class Body>
+  __device__ __forceinline__ void with_scale_words(const Body& body) const {
+    constexpr int kOfK = scale_words_of<Traits>(false), kOfV = scale_words_of<Traits>(true);
+    if (kOfK == kOfV || !is_v)
+      body(Number<kOfK>{});
+    else
+      body(Number<kOfV>{});
   }
 
   __device__ __forceinline__ int columns() const { return is_v ? Traits::Shape::kV : Traits::Shape::kQk; }
@@ -91,14 +109,16 @@ struct KvShare {
 #pragma unroll
     for (int block = kFirst; block < kEnd; ++block) {
       if (block >= blocks()) break;
-      ptx::copy_box(target + target_block<typename Tile::Element>(block, spreads, wide_blocks()) * Tile::kBlockBytes,
-                    map, full, block * Tile::kBoxColumns, row, head, page, policy);
+      int to = block;
+      with_side<typename Traits::KvElement>(
+          is_v, [&](auto side) { to = target_block<decltype(side)>(block, spreads, wide_blocks()); });
+      ptx::copy_box(target + to * Tile::kBlockBytes, map, full, block * Tile::kBoxColumns, row, head, page, policy);
     }
   }
   /// Calls body(stored tile, dequantized tile), of K or V.
   template <class Body>
   __device__ __forceinline__ void with_tiles(const Body& body) const {
-    if constexpr (Traits::Shape::kQk == Traits::Shape::kV) {
+    if constexpr (is_same<KTile<Traits>, VTile<Traits>>) {
       body(KTile<Traits>{}, WgmmaKTile<Traits>{});
     } else if (is_v) {
       body(VTile<Traits>{}, WgmmaVTile<Traits>{});
@@ -112,7 +132,7 @@ struct KvShare {
 /// tiles at once, while the boxes before them are loaded. With wider heads registers are few: they look up one tile
 /// after another.
 ///
-/// In 4-bit decodes (packed_decode.cuh) a warp loads every other packed tile, whole, into its part of a stage.
+/// In packed decodes (packed_decode.cuh) a warp loads every other packed tile, whole, into its part of a stage.
 template <class Traits>
 struct BoxCopier {
   static constexpr bool kGathers = false;
@@ -178,7 +198,8 @@ struct BoxCopier {
     const uint32_t full = stored != 0 ? stored : shared.kv_full(part);
     const uint32_t boxes = __popc(__ballot_sync(0xffffffffu, box.wanted()));
     const bool packed = Traits::kTakesPacked && stored == 0;
-    const uint32_t bytes = boxes * params.box_tokens * (packed ? kPackedTokenBytes : share.row_bytes(kFirst, kEnd));
+    const uint32_t bytes =
+        boxes * params.box_tokens * (packed ? packed_token_bytes<Traits>(share.is_v) : share.row_bytes(kFirst, kEnd));
     if (ptx::lane_id() == 0) {
       if constexpr (kHasTokenScales)
         ptx::mbarrier_expect(full, bytes);
@@ -260,8 +281,17 @@ struct BoxCopier {
 
   __device__ __forceinline__ void copy_packed(const Shared& shared, const Box& box, int32_t head, int part,
                                               ptx::CachePolicy policy, uint32_t full) const {
-    ptx::copy_box(shared.packed_tile(part) + box_token(true) * kPackedTokenBytes, params.cache_map(share.is_v, true),
-                  full, 0, box.row >> params.has_token_pairs, head, box.page, policy);
+    const auto copy = [&](auto bytes) {
+      constexpr int kTokenBytes = decltype(bytes){}();
+      ptx::copy_box(shared.template packed_token<kTokenBytes>(part, box_token(true)),
+                    params.cache_map(share.is_v, true), full, 0,
+                    kTokenBytes == 64 ? box.row >> params.has_token_pairs : box.row, head, box.page, policy);
+    };
+    constexpr int kOfK = packed_token_bytes<Traits>(false), kOfV = packed_token_bytes<Traits>(true);
+    if (kOfK == kOfV || !share.is_v)
+      copy(Number<kOfK>{});
+    else
+      copy(Number<kOfV>{});
   }
 
   /// The lane that has the box of token number `number` of those that the warp loads. box_tokens is a power of 2.
@@ -272,18 +302,22 @@ struct BoxCopier {
   /// Copies 16 bytes in a lane. TokenScales of a box lie together.
   __device__ __forceinline__ void copy_scales_of_boxes(const Shared& shared, const Box& box, int32_t head, int part,
                                                        bool packed) const {
-    constexpr int kWords = Share::kScaleWords, kChunks = Share::kTokens * kWords / 4;
+    share.with_scale_words([&](auto count) {
+      constexpr int kWords = decltype(count){}(), kChunks = Share::kTokens * kWords / 4;
 #pragma unroll
-    for (int first = 0; first < (Traits::kTakesPacked ? 2 : 1) * kChunks; first += 32) {
-      const int chunk = first + ptx::lane_id();
-      const int word = chunk * 4, number = word / kWords, lane = lane_of(box, number, packed);
-      const int32_t row = __shfl_sync(0xffffffffu, box.row, lane), page = __shfl_sync(0xffffffffu, box.page, lane);
-      if (page == kNone || chunk >= (packed ? 2 : 1) * kChunks) continue;
-      const int first_word = (number & -params.box_tokens) * kWords;  // of the box
-      ptx::cp_async_16(
-          share.token_scale(shared, part, 0) + word * 4,
-          params.scales_of(share.token_scales(params.attention), page, head) + row * kWords + word - first_word);
-    }
+      for (int first = 0; first < (Traits::kTakesPacked ? 2 : 1) * kChunks; first += 32) {
+        const int chunk = first + ptx::lane_id();
+        const int word = chunk * 4, number = word / kWords, lane = lane_of(box, number, packed);
+        const int32_t row = __shfl_sync(0xffffffffu, box.row, lane), page = __shfl_sync(0xffffffffu, box.page, lane);
+        if (page == kNone || chunk >= (packed ? 2 : 1) * kChunks) continue;
+        const int first_word = (number & -params.box_tokens) * kWords;  // of the box
+        const uint32_t& head_units =
+            Traits::kKvForm.is_pair() && share.is_v ? params.v_scales_head_units : params.scales_head_units;
+        ptx::cp_async_16(share.token_scale(shared, part, 0) + word * 4,
+                         params.scales_of(share.token_scales(params.attention), page, head, head_units) + row * kWords +
+                             word - first_word);
+      }
+    });
   }
 
   /// Lane i copies the scales of tokens i, i + 32 and so on.
@@ -425,7 +459,8 @@ struct RowCopier {
   template <class Tile, int kFirst, int kEnd>
   __device__ __forceinline__ void gather(const Shared& shared, const Rows& rows, int32_t head, int part,
                                          bool spreads) const {
-    using Pieces = typename Conditional<Traits::kKvForm.has_4_bits(), FourBitPieces<Tile>, RowPieces<Tile, 32>>::Type;
+    using Pieces =
+        typename Conditional<kHas4Bits<typename Tile::Element>, FourBitPieces<Tile>, RowPieces<Tile, 32>>::Type;
     constexpr int kRowsPerPass = Pieces::kRows;
     // Passes whose row offsets are shuffled together, so that the lanes wait once.
     constexpr int kBatch = min_of(8, KvShare<Traits>::kTokens / kRowsPerPass);

@@ -27,13 +27,13 @@ struct TmaParams {
   int32_t has_dequantized;
   /// V's columns are the first of K's, in the same memory. Only kernels of wide heads read it.
   int32_t v_is_k;
-  /// 1: a row of maps `k_packed` and `v_packed` holds two tokens; 0: one.
+  /// 1: a row of maps `k_packed` and `v_packed` holds two tokens of 64 bytes; 0: one.
   int32_t has_token_pairs;
   AttentionParams attention;
   TensorMap k;
   TensorMap v;
-  /// Maps of a 4-bit cache, for decodes from packed tiles. A token takes 64 bytes of a tile. Where a page has one head
-  /// after another, a box's rows are two tokens: TMA then has half as many reads on their way.
+  /// Maps for decodes from packed tiles, if K or V has 4 bits. A token takes 64 bytes of a tile, or 128. Where a page
+  /// has one head after another, two tokens of 64 bytes are a box's row: TMA then has half as many reads on their way.
   TensorMap k_packed;
   TensorMap v_packed;
   /// Dimensions: column, head, row. A box has 64 columns and the 16 packed rows of a consumer warp.
@@ -50,16 +50,18 @@ struct TmaParams {
   /// lanes copy one each.
   uint32_t scales_page_units;
   uint32_t scales_head_units;
+  uint32_t v_scales_head_units;  // of V of a pair
 
   /// The map of K or of V; the packed one, if is_packed. An index takes fewer registers than a choice.
   ATTN_HD const TensorMap& cache_map(bool is_v, bool is_packed) const {
     return (&k)[(is_v ? 1 : 0) + (is_packed ? 2 : 0)];
   }
   ATTN_HD bool scales_lie_together() const { return scales_page_units != 0; }
-  /// The first in a page.
-  ATTN_HD const float* scales_of(const TokenScales& scales, int32_t page, int32_t head) const {
-    return static_cast<const float*>(scales.data) + uint64_t{4} * (static_cast<uint32_t>(page) * scales_page_units +
-                                                                   static_cast<uint32_t>(head) * scales_head_units);
+  /// The first in a page. `head_units`: scales_head_units, or v_scales_head_units.
+  ATTN_HD const float* scales_of(const TokenScales& scales, int32_t page, int32_t head,
+                                 const uint32_t& head_units) const {
+    return static_cast<const float*>(scales.data) +
+           uint64_t{4} * (static_cast<uint32_t>(page) * scales_page_units + static_cast<uint32_t>(head) * head_units);
   }
 };
 

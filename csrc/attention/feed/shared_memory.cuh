@@ -70,9 +70,14 @@ struct SharedMemory {
     return base + kLayout.kv + stage / 2 * (kLayout.k_stage_bytes + kLayout.v_stage_bytes) +
            stage % 2 * kLayout.k_stage_bytes;
   }
-  /// The address of the packed tile of part number `part` (TmaParams::k_packed).
-  __device__ __forceinline__ uint32_t packed_tile(int part) const {
-    return ptx::shared_address(kv(part)) + part % kParts * (Traits::kTuning.kv_tile * kPackedTokenBytes);
+  /// The address of a token in the packed tile of part number `part` (TmaParams::k_packed). A packed tile only takes
+  /// memory that the part's tokens have in a dequantized tile: half of a block, or of two blocks.
+  template <int kTokenBytes>
+  __device__ __forceinline__ uint32_t packed_token(int part, int token) const {
+    constexpr int kHalf = Traits::kTuning.kv_tile * kBlockRowBytes / kParts, kTokens = kHalf / kTokenBytes;
+    const uint32_t tile = ptx::shared_address(kv(part)) + part % kParts * kHalf;
+    if constexpr (kTokens == Traits::kTuning.kv_tile) return tile + token * kTokenBytes;
+    return tile + token / kTokens * (kParts * kHalf) + token % kTokens * kTokenBytes;
   }
   /// One of two places of transposed V tiles, if 8-bit elements are multiplied.
   __device__ __forceinline__ char* transposed(int number) const {

@@ -55,11 +55,11 @@ template <class Traits>
 using QTile = SwizzledTile<typename Traits::QueryElement, Traits::Shape::kQk, Traits::kTuning.q_rows()>;
 
 template <class Traits>
-using KTile = SwizzledTile<typename Traits::KvElement, stored_columns<typename Traits::KvElement>(Traits::Shape::kQk),
+using KTile = SwizzledTile<typename Traits::KElement, stored_columns<typename Traits::KElement>(Traits::Shape::kQk),
                            Traits::kTuning.kv_tile>;
 
 template <class Traits>
-using VTile = SwizzledTile<typename Traits::KvElement, stored_columns<typename Traits::KvElement>(Traits::Shape::kV),
+using VTile = SwizzledTile<typename Traits::VElement, stored_columns<typename Traits::VElement>(Traits::Shape::kV),
                            Traits::kTuning.kv_tile>;
 
 // K and V as wgmma takes them: of an 8-bit cache, dequantized.
@@ -67,6 +67,25 @@ template <class Traits>
 using WgmmaKTile = SwizzledTile<typename Traits::Element, Traits::Shape::kQk, Traits::kTuning.kv_tile>;
 template <class Traits>
 using WgmmaVTile = SwizzledTile<typename Traits::Element, Traits::Shape::kV, Traits::kTuning.kv_tile>;
+
+/// Words of the TokenScales of a token of K or V in shared memory: of a pair its own, else as many as the wider of K
+/// and V has.
+template <class Traits>
+ATTN_HD constexpr int scale_words_of(bool is_v) {
+  constexpr KvForm kForm = Traits::kKvForm;
+  constexpr int kOfBoth = max_of(Traits::kTuning.token_scale_words, 1);
+  constexpr int kOfK = kForm.is_pair() ? kForm.scale_words(Traits::Shape::kQk, false) : kOfBoth;
+  constexpr int kOfV = kForm.is_pair() ? kForm.scale_words(Traits::Shape::kV, true) : kOfBoth;
+  return is_v ? kOfV : kOfK;
+}
+
+/// Bytes of a token of K or V in a packed tile.
+template <class Traits>
+ATTN_HD constexpr int packed_token_bytes(bool is_v) {
+  constexpr int kOfK = packed_token_bytes(Traits::Shape::kDims, Traits::kKvForm, false);
+  constexpr int kOfV = packed_token_bytes(Traits::Shape::kDims, Traits::kKvForm, true);
+  return is_v ? kOfV : kOfK;
+}
 
 template <class Traits>
 __device__ __forceinline__ typename Traits::Variant variant_of(const AttentionParams& params, int32_t kv_head) {

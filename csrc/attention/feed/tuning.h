@@ -54,14 +54,14 @@ struct Tuning {
   /// Stages that a tile takes once the producer has dequantized it (dequantizer.cuh). A stage has room for a stored
   /// tile; kv_stages is a multiple. 0: the producer does not dequantize.
   int32_t dequantized_stages = 0;
-  /// Row tiles of 16 rows take KV tiles in pairs, one for each warpgroup: a part of a stage has a whole packed tile
-  /// (TmaParams::k_packed).
-  bool takes_pairs = false;
+  /// If not 0, row tiles of 16 rows take KV tiles in pairs, one for each warpgroup: a part of a stage has room for a
+  /// whole packed tile (TmaParams::k_packed), with so many bytes for a token.
+  int32_t packed_token_bytes = 0;
   /// Words of the TokenScales of a token, which stages have room for; 0: there are none.
   int32_t token_scale_words = 0;
 
   ATTN_HD constexpr int32_t scale_tokens() const {  // of a part, that have room for their TokenScales
-    return kv_tile / (takes_pairs ? 1 : stage_parts);
+    return kv_tile / (packed_token_bytes > 0 ? 1 : stage_parts);
   }
   ATTN_HD constexpr int32_t consumer_warps() const { return (has_third_consumer ? 3 : 2) * kWarpgroupThreads / 32; }
   ATTN_HD constexpr int32_t cta_threads() const { return kProducerThreads + 32 * consumer_warps(); }
@@ -81,8 +81,11 @@ ATTN_HD constexpr Tuning with_producer_registers(Tuning tuning, int32_t register
 /// Bytes of WorkItem (attention/feed/work_item.cuh).
 constexpr int32_t kWorkItemBytes = 80;
 
-/// Bytes of a token in a packed tile, whose 4-bit numbers are multiplied as they are stored.
-constexpr int32_t kPackedTokenBytes = 64;
+/// Bytes of a token of K or V in a packed tile, whose numbers are multiplied as they are stored. TMA permutes chunks of
+/// rows of 64 or 128 bytes.
+ATTN_HD constexpr int32_t packed_token_bytes(HeadDims dims, KvForm kv, bool is_v) {
+  return round_up(kv.stored_columns(is_v ? dims.v : dims.qk, is_v), 64);
+}
 
 /// Bytes of a row in one block of a tile in shared memory.
 constexpr int32_t kBlockRowBytes = 128;
@@ -134,14 +137,19 @@ struct SharedLayout {
                                                                                          : HeadDims(dims.widest());
   }
 
+  ATTN_HD static constexpr int32_t stage_bytes(const Tuning& tuning, int32_t columns, int32_t kv_element_bytes) {
+    return tuning.kv_tile *
+           max_of(tile_row_bytes(columns, kv_element_bytes), tuning.stage_parts * tuning.packed_token_bytes);
+  }
+
   /// kv_element_bytes: of tiles.
   ATTN_HD constexpr SharedLayout(HeadDims dims, const Tuning& tuning, int32_t element_bytes, int32_t kv_element_bytes,
                                  bool has_scales)
       : q(0),
         q_stage_bytes(tuning.q_rows() * tile_row_bytes(dims.widest(), element_bytes)),
         kv(tuning.q_stages * q_stage_bytes),
-        k_stage_bytes(tuning.kv_tile * tile_row_bytes(stage_dims(dims, tuning).qk, kv_element_bytes)),
-        v_stage_bytes(tuning.kv_tile * tile_row_bytes(stage_dims(dims, tuning).v, kv_element_bytes)),
+        k_stage_bytes(stage_bytes(tuning, stage_dims(dims, tuning).qk, kv_element_bytes)),
+        v_stage_bytes(stage_bytes(tuning, stage_dims(dims, tuning).v, kv_element_bytes)),
         transposed(kv + ceil_div(tuning.kv_stages, 2) * k_stage_bytes + tuning.kv_stages / 2 * v_stage_bytes),
         transposed_bytes(kv_element_bytes == element_bytes || tuning.dequantized_stages > 0
                              ? 0

@@ -147,7 +147,7 @@ template <class Traits, class Stored, class Staged, class Layout, int kKvTile>
 __device__ __forceinline__ void stage_tokens(const char* tile, char* staged, const Layout& warp, const float* scales,
                                              float factor) {
   using Element = typename Traits::Element;
-  using KvElement = typename Traits::KvElement;
+  using KvElement = typename Stored::Element;
   constexpr bool kScales = Traits::Variant::kHasTokenScales;
   const TokenRange all{0, kKvTile};  // the loader has replaced missing tokens by visible ones
   if constexpr (Layout::kKvWarps == kWarps) {

@@ -25,9 +25,9 @@ using ParamsOf = typename Conditional<Traits::kIsLatent, LatentAttentionParams, 
 template <class Traits>
 constexpr SharedLayout kLayout{Traits::Shape::kDims, Traits::Element::kBytes, Traits::kKvForm};
 
-/// Words of the TokenScales of a head.
+/// Words that the TokenScales of a head have room for.
 template <class Traits>
-constexpr int kScaleWords = Traits::kKvForm.scale_words(Traits::Shape::kDims.widest());
+constexpr int kScaleWords = Traits::kKvForm.scale_words(Traits::Shape::kDims);
 
 template <class Traits>
 using QTile = SharedTile<typename Traits::Element, Traits::Shape::kQk>;
@@ -37,10 +37,10 @@ template <class Traits>
 using OTile = SharedTile<typename Traits::OutElement, Traits::Shape::kV>;
 
 template <class Traits>
-using KTile = SharedTile<typename Traits::KvElement, stored_columns<typename Traits::KvElement>(Traits::Shape::kQk)>;
+using KTile = SharedTile<typename Traits::KElement, stored_columns<typename Traits::KElement>(Traits::Shape::kQk)>;
 
 template <class Traits>
-using VTile = SharedTile<typename Traits::KvElement, stored_columns<typename Traits::KvElement>(Traits::Shape::kV)>;
+using VTile = SharedTile<typename Traits::VElement, stored_columns<typename Traits::VElement>(Traits::Shape::kV)>;
 
 /// K and V as they are multiplied. kDequantizesInTiles: they have been dequantized to other tiles before.
 template <class Traits>
@@ -344,7 +344,8 @@ struct KvLoader {
         const float* const words = &(is_v ? of_tokens.v : of_tokens.k).of(place, cursor.now.head);
 #pragma unroll
         for (int word = 0; word < kScaleWords; ++word) {
-          if (word < scale_words(is_v ? Traits::Shape::kV : Traits::Shape::kQk, kScaleWords > 1))
+          constexpr KvForm kForm = Traits::kKvForm;
+          if (word < (is_v ? kForm.scale_words(Traits::Shape::kV, true) : kForm.scale_words(Traits::Shape::kQk, false)))
             scale[word] = words[word];
         }
       }

@@ -73,21 +73,21 @@ struct SharedLayout {
   ATTN_HD constexpr explicit SharedLayout(HeadDims dims, int32_t element_bytes = 2, KvForm kv_form = 2)
       : q(0),
         kv(tile_rows(tuning(dims, kv_form).max_kind) * tile_row_bytes(dims.widest(), element_bytes)),
-        k_stage_bytes(tuning(dims, kv_form).kv_tile * kv_row_bytes(dims.qk, dims, element_bytes, kv_form)),
-        pair_bytes(k_stage_bytes + tuning(dims, kv_form).kv_tile * kv_row_bytes(dims.v, dims, element_bytes, kv_form)),
+        k_stage_bytes(tuning(dims, kv_form).kv_tile * kv_row_bytes(false, dims, element_bytes, kv_form)),
+        pair_bytes(k_stage_bytes + tuning(dims, kv_form).kv_tile * kv_row_bytes(true, dims, element_bytes, kv_form)),
         row_addresses(kv + tuning(dims, kv_form).kv_stages / 2 * pair_bytes),
         row_states(row_addresses + 2 * 2 * tuning(dims, kv_form).kv_tile * 8),
-        loading(row_states +
-                2 * max_of(kWarps * 16, tuning(dims, kv_form).kv_tile * kv_form.scale_words(dims.widest())) * 4),
+        loading(row_states + 2 * max_of(kWarps * 16, tuning(dims, kv_form).kv_tile * kv_form.scale_words(dims)) * 4),
         requests(loading + kWarps * kLoadedTileBytes),
         bytes(requests + (kv_form.element_bytes == element_bytes ? 0 : tile_rows(tuning(dims, kv_form).max_kind) * 4)) {
   }
 
  private:
-  /// Of a KV tile's row of `columns` columns.
-  ATTN_HD static constexpr int32_t kv_row_bytes(int32_t columns, HeadDims dims, int32_t element_bytes, KvForm kv) {
+  /// Of a row of a tile of K or V.
+  ATTN_HD static constexpr int32_t kv_row_bytes(bool is_v, HeadDims dims, int32_t element_bytes, KvForm kv) {
+    const int32_t columns = is_v ? dims.v : dims.qk;
     return is_wide(dims) ? tile_row_bytes(columns, element_bytes)
-                         : tile_row_bytes(kv.stored_columns(columns), kv.element_bytes);
+                         : tile_row_bytes(kv.stored_columns(columns, is_v), kv.element_bytes);
   }
 };
 

@@ -102,15 +102,16 @@ template <class Traits, class Pairs>
 struct Fp4Numbers {
   using Shared = SharedMemory<Traits>;
   using Multiplied = typename Pairs::Multiplied;
+  static constexpr int kWordColumns = 8;
   static constexpr int kExponent = Pairs::kExponent, kOddExponent = kExponent;
   static constexpr bool kHasZeroPoints = false;
   static constexpr bool kWeighsTokens = false;
   static constexpr float kHeadroom = Pairs::kHeadroom;
-  static constexpr int kWords = Traits::kTuning.token_scale_words;  // of a token, each of 64 columns
 
   /// The scales of token g + 8i: its words in products have columns 8t to 8t + 7 of each 32.
   template <int kFragments>
   struct Keys {
+    static constexpr int kWords = scale_words_of<Traits>(false);  // of a token, each of 64 columns
     uint32_t scales[2 * kFragments][kWords];  // of columns 32c to 32c + 31 for even c, then for odd c
 
     __device__ __forceinline__ Keys(const Shared& shared, int part, int row) {
@@ -158,6 +159,7 @@ struct Fp4Numbers {
   /// row sees a token, its scale may be NaN: it must not reach O.
   template <int kFragments>
   struct Values {
+    static constexpr int kWords = scale_words_of<Traits>(true);
     uint32_t scales[2 * kFragments][kWords];  // a pair of columns 32c to 32c + 31 for even c, then for odd c
 
     __device__ __forceinline__ Values(const Shared& shared, int part, int row, bool all_seen) {

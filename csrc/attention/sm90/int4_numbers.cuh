@@ -32,6 +32,7 @@ template <class Traits>
 struct PackedNumbers<Traits, Int4> {
   using Shared = SharedMemory<Traits>;
   using Multiplied = Float16;
+  static constexpr int kWordColumns = 8;
   static constexpr int kExponent = 24, kOddExponent = 20;
   static constexpr bool kHasZeroPoints = true;
   static constexpr bool kWeighsTokens = true;

@@ -1,15 +1,17 @@
-// Decode over a 4-bit cache, whose tiles stay packed: row tiles of 16 rows, multiplied with mma.sync as in decode.cuh.
-// But tokens and columns of V are the rows of products. Products have 8 columns, for 8 rows of Q: with 8 query heads or
-// fewer for a KV head, a decode has half of the products, scores and outputs of decode.cuh.
+// Decode over a cache whose K or V has 4 bits. Tiles stay packed: row tiles of 16 rows, multiplied with mma.sync as in
+// decode.cuh. But tokens and columns of V are the rows of products. Products have 8 columns, for 8 rows of Q: with 8
+// query heads or fewer for a KV head, a decode has half of the products, scores and outputs of decode.cuh.
 //
-// A format's PackedNumbers say how a word of eight becomes pairs of 16-bit numbers, and where scales multiply:
-// int4_numbers.cuh, fp4_numbers.cuh. Pairs are numbers (i, i + 4) of a word. Their members:
+// The PackedNumbers of K's type and of V's say how a word becomes pairs of 16-bit numbers, and where scales multiply:
+// int4_numbers.cuh, fp4_numbers.cuh, int8_numbers.cuh. Their members:
+// - kWordColumns: numbers of a word. Pairs are numbers (i, i + 4) of eight, (i, i + 2) of four
 // - Multiplied: their type
 // - kExponent, kOddExponent: pairs with even i are 2^-kExponent times as large as the numbers, others 2^-kOddExponent
 // - kHasZeroPoints: Keys and Values subtract zero points
 // - kWeighsTokens: a scale of V for each token multiplies probabilities
 // - kHeadroom: the probability of a new maximum is 2^kHeadroom
-// - Keys, Values: scales of a warp's tokens, for one step
+// - Keys, Values: scales of a warp's tokens, for one step. Numbers that are only K's have no Values, and none of the
+//   members that say how V is multiplied
 //
 // The two warpgroups take KV tiles in turn, their four warps a quarter of the tokens. A stage of the ring has a packed
 // tile for each of them (TmaParams::k_packed). The states of all eight warps merge in shared memory at the end.
@@ -18,6 +20,7 @@
 #include "attention/sm90/consumer.cuh"
 #include "attention/sm90/fp4_numbers.cuh"
 #include "attention/sm90/int4_numbers.cuh"
+#include "attention/sm90/int8_numbers.cuh"
 #include "attention/sm90/output.cuh"
 #include "attention/sm90/prepared_tiles.cuh"
 #include "attention/sm90/scores.cuh"
@@ -47,7 +50,8 @@ __device__ __forceinline__ float over_tokens(float x, const Combine& combine) {
 }
 
 /// Rows of Q, as Multiplied, as the second operand of products. Lane (g, t) has row g of each eight, columns 8t to 8t +
-/// 7 of each 32 in the order of pairs. Columns of odd pairs are divided by 2^(kExponent - kOddExponent).
+/// 7 of each 32 in the order of pairs; over words of four, columns 4t to 4t + 3 of each 16. Columns of odd pairs are
+/// divided by 2^(kExponent - kOddExponent). Numbers: K's.
 template <class Traits, class Numbers, int kEights>
 struct PackedQuery {
   using Element = typename Traits::Element;
@@ -62,7 +66,9 @@ struct PackedQuery {
   /// `tile`: its first address. `rows`: that exist; others become zeros. `factor`: multiplies K.
   __device__ __forceinline__ void load(uint32_t tile, int rows, float factor) {
     const int lane = ptx::lane_id();
-    const uint32_t address = tile + Query::offset(lane / 4, lane % 4);
+    constexpr bool kHasEights = Numbers::kWordColumns == 8;  // neighboring columns of a lane
+    const uint32_t address = kHasEights ? tile + Query::offset(lane / 4, lane % 4)
+                                        : tile + Query::offset(lane / 4, lane % 4 / 2) + lane % 2 * 8;
 #pragma unroll
     for (int b = 0; b < kEights; ++b) {
       float largest = 0.0f;
@@ -70,7 +76,15 @@ struct PackedQuery {
 #pragma unroll
       for (int c = 0; c < kSteps / 2; ++c) {
         uint32_t words[4];
-        ptx::load_words(words, (address ^ c % 2 * 64) + c / 2 * Query::kBlockBytes + b * 8 * Query::kRowBytes);
+        const uint32_t from = (address ^ c % 2 * 64) + c / 2 * Query::kBlockBytes + b * 8 * Query::kRowBytes;
+        if constexpr (kHasEights) {
+          ptx::load_words(words, from);
+        } else {
+          uint32_t halves[2][2];
+          ptx::load_words(halves[0], from);
+          ptx::load_words(halves[1], from ^ 32);
+          words[0] = halves[0][0], words[2] = halves[0][1], words[1] = halves[1][0], words[3] = halves[1][1];
+        }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           if (!exists) words[i] = 0;
@@ -125,7 +139,7 @@ struct PackedQuery {
 ///
 /// zeros: probabilities times zero points, summed. Maxima are of score * scale + log2(weight), minus kHeadroom. Sums
 /// are of exp2(score * scale - maximum), over this lane's tokens. `scale` is above 0, and makes a score a logarithm to
-/// base 2.
+/// base 2. Numbers: V's.
 template <class Numbers, int kEights, int kColumns>
 struct PackedState {
   static constexpr int kProducts = kColumns / 16;
@@ -246,7 +260,8 @@ struct PackedState {
 
 template <class Traits>
 struct PackedDecode {
-  using Numbers = PackedNumbers<Traits, typename Traits::StoredElement>;
+  using KeyNumbers = PackedNumbers<Traits, typename Traits::KElement>;
+  using ValueNumbers = PackedNumbers<Traits, typename Traits::VElement>;
   using Variant = typename Traits::Variant;
   using Shared = SharedMemory<Traits>;
   using Place = typename Shared::KvPlace;
@@ -276,7 +291,7 @@ struct PackedDecode {
   /// kEights: of rows.
   template <int kEights>
   __device__ __forceinline__ void run_rows(const WorkItem& item, int q_stage) {
-    using State = PackedState<Numbers, kEights, Traits::kVColumns>;
+    using State = PackedState<ValueNumbers, kEights, Traits::kVColumns>;
     constexpr int kStep = kEights == 1 ? kTokens : kTokens / 2;  // tokens at a time, as registers allow
     const Shared& shared = ring.shared;
     const int row = consumer_warp() % 4 * kTokens;  // of a KV tile
@@ -286,7 +301,7 @@ struct PackedDecode {
     if constexpr (!kUsesSoftmax) state.start_sum(consumer_warp() == 0);
     Rows<kEights> rows(params, item.rows, item.group, item.kv_head, 0);
     const auto constants = scores.constants(item, 0);
-    PackedQuery<Traits, Numbers, kEights> query;
+    PackedQuery<Traits, KeyNumbers, kEights> query;
     query.load(ptx::shared_address(shared.q(q_stage)), item.rows.count, scale_factor<Traits>(params, false));
 
     KvTileStart start = Walk::first(params, item);
@@ -333,44 +348,50 @@ struct PackedDecode {
   }
 
   /// The address of chunk number `chunk` of a token in the packed tile of part number `part`. Chunks are permuted as
-  /// TMA does it with rows of 128 or 64 bytes.
+  /// TMA does it with rows of 128 or 64 bytes. kTokenBytes: packed_token_bytes().
+  template <int kTokenBytes>
   __device__ __forceinline__ uint32_t chunk_address(int part, int token, int chunk) const {
+    if constexpr (kTokenBytes == 128)
+      return ring.shared.template packed_token<128>(part, token) + ((chunk ^ (token & 7)) << 4);
     const int row = token / 2, permutation = row & (tma_params.has_token_pairs ? 7 : 3);
-    return ring.shared.packed_tile(part) + row * 128 + (((token % 2 * 4 + chunk) ^ permutation) << 4);
+    return ring.shared.template packed_token<64>(part, 0) + row * 128 + (((token % 2 * 4 + chunk) ^ permutation) << 4);
   }
-  /// The block of 16 tokens x 64 columns that is `tokens` blocks below and `columns` blocks to the right of the first.
+  /// The block of 16 tokens x 32 bytes that is `tokens` blocks below and `columns` blocks to the right of the first.
+  template <int kTokenBytes>
   __device__ __forceinline__ static uint32_t block(uint32_t first, int tokens, int columns) {
-    return (first ^ columns * 32) + tokens * 16 * kPackedTokenBytes;
+    return (first ^ columns * 32) + tokens * 16 * kTokenBytes;
   }
 
   /// S = K Q^T, times K's scales. The rows of products are tokens. `row`: of the tile, the warp's first.
   template <int kEights, int kFragments>
-  __device__ __forceinline__ void multiply_keys(const PackedQuery<Traits, Numbers, kEights>& query,
+  __device__ __forceinline__ void multiply_keys(const PackedQuery<Traits, KeyNumbers, kEights>& query,
                                                 float (&s)[kEights][kFragments][4], const Place& keys, int row) const {
-    constexpr int kColumns = Traits::Shape::kQkMultiplied, kLoads = ceil_div(kColumns, 64) * kFragments;
+    constexpr int kBytes = packed_token_bytes<Traits>(false);
+    constexpr int kPairs = KeyNumbers::kWordColumns / 2, kLoadColumns = 8 * KeyNumbers::kWordColumns;
+    constexpr int kColumns = Traits::Shape::kQkMultiplied, kLoads = ceil_div(kColumns, kLoadColumns) * kFragments;
     const int lane = ptx::lane_id();  // as in PermutedRows::columns_first()
-    const uint32_t k = chunk_address(keys.index, row + (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
-    uint32_t words[2][4];  // of 16 tokens x 64 columns
+    const uint32_t k = chunk_address<kBytes>(keys.index, row + (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
+    uint32_t words[2][4];  // of 16 tokens x kLoadColumns columns
     ptx::ldmatrix_x4(words[0], k);
-    const typename Numbers::template Keys<kFragments> numbers(ring.shared, keys.index, row);
+    const typename KeyNumbers::template Keys<kFragments> numbers(ring.shared, keys.index, row);
     numbers.start(query, s);
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int f = i % kFragments, d = i / kFragments, next = i + 1;
-      if (next < kLoads) ptx::ldmatrix_x4(words[next % 2], block(k, next % kFragments, next / kFragments));
+      if (next < kLoads) ptx::ldmatrix_x4(words[next % 2], block<kBytes>(k, next % kFragments, next / kFragments));
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (d * 64 + half * 32 >= kColumns) break;
-        uint32_t upper[4], lower[4];  // of eight tokens each
+        if ((2 * d + half) * (kLoadColumns / 2) >= kColumns) break;
+        uint32_t upper[kPairs], lower[kPairs];  // of eight tokens each
         numbers.split(words[i % 2][half], 2 * f, 2 * d + half, upper);
         numbers.split(words[i % 2][2 + half], 2 * f + 1, 2 * d + half, lower);
 #pragma unroll
-        for (int step = 0; step < 2; ++step) {
+        for (int step = 0; step < kPairs / 2; ++step) {
           const uint32_t a[4] = {upper[2 * step], lower[2 * step], upper[2 * step + 1], lower[2 * step + 1]};
 #pragma unroll
           for (int b = 0; b < kEights; ++b) {
-            const uint32_t (&q)[2] = query.pairs[b][d * 4 + half * 2 + step];
-            Numbers::Multiplied::mma(s[b][f], a, q[0], q[1]);
+            const uint32_t (&q)[2] = query.pairs[b][(2 * d + half) * (kPairs / 2) + step];
+            KeyNumbers::Multiplied::mma(s[b][f], a, q[0], q[1]);
           }
         }
       }
@@ -382,11 +403,14 @@ struct PackedDecode {
   template <class State, int kEights, int kFragments>
   __device__ __forceinline__ void multiply_values(State& state, const float (&s)[kEights][kFragments][4],
                                                   const Place& values, int row, bool all_seen) const {
+    using Numbers = ValueNumbers;
+    static_assert(Numbers::kWordColumns == 8, "a word has four columns of two tokens");
+    constexpr int kBytes = packed_token_bytes<Traits>(true);
     constexpr int kColumns = Traits::kVColumns, kLoadsOfFragment = ceil_div(kColumns, 64);
     constexpr int kLoads = kFragments * kLoadsOfFragment;
     const int lane = ptx::lane_id();
-    const uint32_t v = chunk_address(values.index, row + (lane & 15), lane >> 4);  // as in rows_first()
-    uint32_t words[2][4];                                                          // of 16 tokens x 64 columns
+    const uint32_t v = chunk_address<kBytes>(values.index, row + (lane & 15), lane >> 4);  // as in rows_first()
+    uint32_t words[2][4];                                                                  // of 16 tokens x 64 columns
     ptx::ldmatrix_x4_trans(words[0], v);
     const typename Numbers::template Values<kFragments> numbers(ring.shared, values.index, row, all_seen);
     uint32_t p[kEights][kFragments][2];
@@ -395,7 +419,7 @@ struct PackedDecode {
     for (int i = 0; i < kLoads; ++i) {
       const int f = i / kLoadsOfFragment, d = i % kLoadsOfFragment, next = i + 1;
       if (next < kLoads)
-        ptx::ldmatrix_x4_trans(words[next % 2], block(v, next / kLoadsOfFragment, next % kLoadsOfFragment));
+        ptx::ldmatrix_x4_trans(words[next % 2], block<kBytes>(v, next / kLoadsOfFragment, next % kLoadsOfFragment));
       if constexpr (Numbers::kHasZeroPoints) {
         if (d == 0) numbers.add_zero_points(state.zeros, f, p);
       }

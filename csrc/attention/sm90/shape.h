@@ -28,7 +28,7 @@ ATTN_HD constexpr Tuning first_for(const Tuning (&tunings)[kCount], HeadDims dim
   return Tuning{};
 }
 
-/// Whether row tiles of 16 rows decode from packed tiles of a 4-bit cache (packed_decode.cuh).
+/// Whether row tiles of 16 rows decode from packed tiles (packed_decode.cuh).
 ATTN_HD constexpr bool decodes_packed(HeadDims dims, KvForm kv) {
   const PackedProducts products = stored_format(kv.dtype).packed;
   return (products == PackedProducts::kF16 || (products == PackedProducts::kBf16 && kv.is_for_bf16)) &&
@@ -90,11 +90,16 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, KvForm kv = 2) {
   if (kv.element_bytes != 1) return first_for(kTunings, dims);
   Tuning tuning = first_for(kFloat8Tunings, dims);
   if (!kv.has_token_scales) return tuning;
-  tuning.token_scale_words = scale_words(dims.widest(), kv.has_block_scales());
+  tuning.token_scale_words = kv.scale_words(dims);
   if (tuning.dequantized_stages == 2) tuning.kv_stages = 8;  // two fewer: there is no room for more
   if (decodes_packed(dims, kv)) {
     tuning.kv_stages = 8;
-    tuning.takes_pairs = true;
+    tuning.packed_token_bytes = max_of(packed_token_bytes(dims, kv, false), packed_token_bytes(dims, kv, true));
+    // Two packed tiles may need a stage twice as large, which has room for a dequantized tile.
+    if (tuning.stage_parts * tuning.packed_token_bytes > tile_row_bytes(dims.widest(), kv.element_bytes)) {
+      tuning.kv_stages /= tuning.dequantized_stages;
+      tuning.dequantized_stages = 1;
+    }
     tuning.max_parts_in_flight = min_of(tuning.max_parts_in_flight, tuning.kv_stages * tuning.stage_parts);
   }
   return tuning;
@@ -146,9 +151,8 @@ constexpr bool fit_4_bits() {
   for (int32_t i = 0; i < kNumDataTypes; ++i) {
     const DataType dtype = static_cast<DataType>(i);
     const HeadDims dims[] = {64, 128, 192, 256};
-    if (has_4_bits(dtype) && !(fit_shared_memory(KvForm(1, false, true, dtype), dims) &&
-                               fit_shared_memory(KvForm(1, false, true, dtype, true), dims)))
-      return false;
+    const KvForm form(1, false, true, dtype), of_bf16(1, false, true, dtype, true);
+    if (form.has_4_bits() && !(fit_shared_memory(form, dims) && fit_shared_memory(of_bf16, dims))) return false;
   }
   return true;
 }

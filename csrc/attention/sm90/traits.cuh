@@ -45,7 +45,7 @@ struct HopperTraits : Kernel {
   /// are multiplied. There registers are scarce, too. Not where the producer dequantizes either: it needs them.
   static constexpr bool kTransformsEarly =
       Kernel::kTransformsCache && !kDequantizesInFeed && kTuningOfShape.stage_parts > 1;
-  /// Row tiles for mma.sync multiply packed tiles of 4-bit numbers (packed_decode.cuh).
+  /// Row tiles for mma.sync multiply packed tiles (packed_decode.cuh).
   static constexpr bool kTakesPacked = kKvForm.has_4_bits() && kDequantizesInRegisters;
   // The consumers that transform early need more registers than others.
   static constexpr Tuning kTuning = kTransformsEarly ? with_producer_registers(kTuningOfShape, 72)

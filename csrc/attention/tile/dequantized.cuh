@@ -48,7 +48,7 @@ __device__ __forceinline__ void dequantize_tile_rows(const char* from, int row, 
       const uint32_t target = Wide::offset(to_row + row_index, chunk * 2);
       uint4 wide[2];
       if constexpr (kScales) {
-        dequantize_sixteen<Element, KvElement>(bytes, scales[row + row_index], wide);
+        dequantize_sixteen<Element, KvElement>(bytes, scales[(row + row_index) * kScaleWords], wide);
       } else {
         wide[0] = dequantize_eight<Element, KvElement>(make_uint2(bytes.x, bytes.y));
         wide[1] = dequantize_eight<Element, KvElement>(make_uint2(bytes.z, bytes.w));

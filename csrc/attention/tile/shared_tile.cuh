@@ -49,8 +49,9 @@ struct RowPieces {
 };
 
 /// A tile whose rows have kHeadColumns columns of a head, and perhaps room for more (tile_row_bytes()).
-template <class Element, int kHeadColumns_>
-struct SharedTile : PermutedRows<SharedTile<Element, kHeadColumns_>> {
+template <class Element_, int kHeadColumns_>
+struct SharedTile : PermutedRows<SharedTile<Element_, kHeadColumns_>> {
+  using Element = Element_;
   static constexpr bool kIsFilledByTma = false;
   static constexpr int kHeadColumns = kHeadColumns_;
   static constexpr int kRowBytes = tile_row_bytes(kHeadColumns, Element::kBytes);

@@ -1,5 +1,5 @@
 """Layers over caches with scales for each token and head: --kv-cache-dtype int8_per_token_head,
-fp8_per_token_head, int4_per_token_head and nvfp4.
+fp8_per_token_head, int4_per_token_head and nvfp4; and int8_k_nvfp4_v, a name that this package registers.
 
 Tests check the bytes of a page, and compare attention with float64 over the stored values.
 """
@@ -7,6 +7,7 @@ Tests check the bytes of a page, and compare attention with float64 over the sto
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,18 +46,40 @@ from attn_backend.adapters.vllm.backend import AttnBackend, CpuAttnBackend, Diff
 from attn_backend.adapters.vllm.compat import STRIDE_ORDERS
 from attn_backend.adapters.vllm.metadata import AttnMetadataBuilder, layer_specs
 from attn_backend.adapters.vllm.mla import MlaBackend
-from attn_backend.adapters.vllm.rules import TOKEN_SCALED_CACHES, unsupported_pages
-from attn_backend.metadata.kv_cache import INT4, NVFP4, BlockScales, KVCache, stored_columns
+from attn_backend.adapters.vllm.rules import OWN_CACHE, TOKEN_SCALED_CACHES, bytes_of_row, unsupported_pages
+from attn_backend.metadata.kv_cache import (
+    INT4,
+    INT8_NVFP4,
+    NVFP4,
+    BlockScales,
+    CacheDtype,
+    KVCache,
+    side_dtypes,
+    stored_columns,
+)
 
 CACHES = list(TOKEN_SCALED_CACHES)
+OF_VLLM = [name for name in CACHES if name != OWN_CACHE]
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 # vLLM's dtype of the tensor
 STORED = {name: torch.int8 if name == "int8_per_token_head" else torch.uint8 for name in CACHES}
-MODES = {name: KVQuantMode[name.upper()] for name in CACHES}
+# The mode of registered names, as 0.33 has it: an alias.
+CUSTOM = getattr(KVQuantMode, "CUSTOM", None) or SimpleNamespace(
+    name="OCTAVE_K3V4", is_custom_mode=True, is_per_token_head=False, is_nvfp4=False, is_turboquant=False
+)
+MODES: dict[str, Any] = {name: KVQuantMode[name.upper()] for name in OF_VLLM} | {OWN_CACHE: CUSTOM}
+
+
+@pytest.fixture(autouse=True)
+def _registers_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 0.33 does: otherwise layers refuse OWN_CACHE."""
+    monkeypatch.setattr("attn_backend.adapters.vllm.compat.takes_cache_names", lambda: True)
 
 
 def row_bytes(name: str, head_size: int) -> int:
     """Of K and V of a token and head, with their scales."""
+    if name == OWN_CACHE:
+        return (head_size + 4) + (head_size // 2 + head_size // 16)
     if name == NVFP4:
         return head_size + head_size // 8
     return (head_size if TOKEN_SCALED_CACHES[name] == INT4 else 2 * head_size) + 8
@@ -87,9 +110,8 @@ def builder_of(impls: list[AttnImpl], dtype: torch.dtype, **spec: Any) -> AttnMe
     return make_builder(list(impls), make_spec(dtype=STORED[name], **spec), model_config=model)
 
 
-def held(x: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-    """In float64: K or V [tokens, heads, columns] as attention sees it."""
-    of_cache = TOKEN_SCALED_CACHES[name]
+def held(x: Tensor, of_cache: CacheDtype, dtype: torch.dtype) -> Tensor:
+    """In float64: K or V [tokens, heads, columns] as attention sees it. of_cache: its format."""
     if of_cache == INT4:
         rows = rotated(x)
         smallest, largest_ = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
@@ -142,12 +164,14 @@ def read_both(
     rotated_dtype: of dequantized rows of int4. CUDA kernels round them for matrix products.
     """
     view, slots, both = view_of(impl, cache), torch.cat(batch.slots), []
-    for x, elements, scale in ((k, view.k, view.k_scale), (v, view.v, view.v_scale)):
+    dtypes = side_dtypes(TOKEN_SCALED_CACHES[impl.kv_cache_dtype])
+    parts = (k, view.k, view.k_scale), (v, view.v, view.v_scale)
+    for (x, elements, scale), of_side in zip(parts, dtypes, strict=True):
         if isinstance(scale, BlockScales):
             codes = torch.stack([elements & 15, elements >> 4], dim=-1).flatten(-2)
             steps = block_values(scale).repeat_interleave(16, -1)
             stored = (e2m1_values(codes) * steps).to(dtype).double().flatten(0, 1)
-        elif impl.cache_dtype == INT4:
+        elif of_side == INT4:
             assert isinstance(scale, Tensor)
             step, zero = split_int4(scale)
             numbers = torch.stack([elements & 15, elements >> 4], dim=-1).flatten(-2) - zero[..., None]
@@ -155,12 +179,12 @@ def read_both(
         else:
             assert isinstance(scale, Tensor)
             stored = (elements.float() * scale[..., None]).to(dtype).double().flatten(0, 1)
-        expected = held(x[slots], impl.kv_cache_dtype, dtype)
+        expected = held(x[slots], of_side, dtype)
         tolerance = 1e-2 if dtype == torch.bfloat16 else 2e-3 if dtype == torch.float16 else 1e-5
         close = torch.isclose(stored[slots], expected, rtol=tolerance, atol=1e-12)
         assert close.double().mean() > 0.98
         # of the largest elements in e4m3 and e2m1; an int4 step is spread over the row
-        of_largest = {INT4: 7, NVFP4: 3}.get(impl.kv_cache_dtype.removesuffix("_per_token_head"), 13)
+        of_largest = {INT4: 7, NVFP4: 3}.get(str(of_side), 13)
         step = expected.abs().amax(-1, keepdim=True) / of_largest
         assert ((stored[slots] - expected).abs() <= step).all()
         both.append(stored)
@@ -213,11 +237,8 @@ def test_all_bytes_of_vllms_pages_are_used_once(
     for cache in caches:
         assert cache.dtype == STORED[name]
         view = token_scaled_view(cache, head_size, TOKEN_SCALED_CACHES[name])
-        assert (
-            view.k.shape
-            == view.v.shape
-            == (num_blocks, page, num_kv_heads, stored_columns(head_size, TOKEN_SCALED_CACHES[name]))
-        )
+        for rows, of_side in zip((view.k, view.v), side_dtypes(TOKEN_SCALED_CACHES[name]), strict=True):
+            assert rows.shape == (num_blocks, page, num_kv_heads, stored_columns(head_size, of_side))
         for rows in (view.k, view.v):  # a head's lie side by side
             assert rows.data_ptr() % 8 == 0
             assert rows.stride(1) == rows.shape[-1]
@@ -231,7 +252,7 @@ def test_all_bytes_of_vllms_pages_are_used_once(
     assert (raw == 1).all()
 
 
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", OF_VLLM)
 @pytest.mark.parametrize("order", STRIDE_ORDERS)
 def test_pages_of_releases_that_ask_for_the_shape(order: tuple[str, bool], name: str) -> None:
     """Up to 0.28. The page of 0.26 and 0.27 has 8 bytes for each token and head, whatever the backend."""
@@ -285,7 +306,7 @@ def test_mixed_batch(name: str, memory: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("arguments", [{"sliding_window": 9}, {"logits_soft_cap": 5.0}])
-@pytest.mark.parametrize("name", ["int8_per_token_head", "int4_per_token_head"])
+@pytest.mark.parametrize("name", ["int8_per_token_head", "int4_per_token_head", OWN_CACHE])
 def test_windows_and_soft_caps(name: str, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attn_backend.adapters.vllm.compat.takes_bytes_of_rows", lambda: True)
     mask = {"window_left": 8} if "sliding_window" in arguments else arguments
@@ -305,6 +326,64 @@ def test_nvfp4_needs_0_28(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attn_backend.adapters.vllm.compat.takes_bytes_of_rows", lambda: False)
     with pytest.raises(NotImplementedError, match="a KV cache of dtype nvfp4: use vLLM 0"):
         make_impl(kv_cache_dtype=NVFP4)
+
+
+def test_our_own_name_needs_0_33(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attn_backend.adapters.vllm.compat.takes_cache_names", lambda: False)
+    with pytest.raises(NotImplementedError, match=r"a KV cache of dtype int8_k_nvfp4_v: use vLLM 0\.33"):
+        make_impl(kv_cache_dtype=OWN_CACHE)
+
+
+def test_our_own_name_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With vLLM's call, or on earlier releases with one that does the same."""
+    assert not OWN_CACHE.startswith(("fp8", "nvfp4"))  # vLLM may quantize Q for these
+    config: Any = import_module("vllm.config.cache")
+    known: dict[str, Any] = {}
+
+    def register(name: str) -> Any:
+        assert name not in known, "vLLM warns"
+        return lambda handler: known.setdefault(name, handler())
+
+    monkeypatch.setattr(config, "register_kv_cache_dtype", register, raising=False)
+    monkeypatch.setattr(config, "is_known_kv_cache_dtype", lambda name: name in known, raising=False)
+    for _ in range(2):
+        compat.register_cache_name()
+    assert list(known) == [OWN_CACHE]
+    assert known[OWN_CACHE].torch_dtype() == torch.uint8
+    assert OWN_CACHE in AttnBackend.supported_kv_cache_dtypes
+    assert OWN_CACHE in CpuAttnBackend.supported_kv_cache_dtypes
+
+
+def test_the_mode_of_registered_names_is_ours() -> None:
+    """Its name is another mode's. Layers of --kv-cache-dtype-skip-layers have no mode."""
+    made = spec_of(OWN_CACHE, 2, 128)
+    assert made.state_content_bytes == 128 + 4 + 64 + 8
+    plain = make_spec(2, 128, torch.bfloat16, kv_quant_mode=KVQuantMode.NONE)
+    assert AttnBackend.customize_spec(plain) is plain
+    assert sum(sum(bytes_of_row(128, side)) for side in side_dtypes(INT8_NVFP4)) == 204
+
+
+def test_scales_of_a_layer_multiply_nvfp4_v() -> None:
+    """And no int8 K. The view of a cache is made once."""
+    impl, cache, layer = make_impl(kv_cache_dtype=OWN_CACHE), cache_of(OWN_CACHE), layer_of()
+    layer._k_scale_float, layer._v_scale_float = 0.25, 8.0
+    batch = make_batch([5], [5])
+    slots = batch.metadata.slot_mapping
+    k, v = torch.randn(2, 5, 2, 64)
+    impl.do_kv_cache_update(layer, k, v, cache, slots)
+    view = view_of(impl, cache)
+    assert impl._view(layer, cache) is view
+    assert isinstance(view.k_scale, Tensor)
+    assert isinstance(view.v_scale, BlockScales)
+    assert view.v_scale.factor == 8.0
+    rows = (view.k.float() * view.k_scale[..., None]).flatten(0, 1)
+    assert (rows[slots] - k).norm() < 0.01 * k.norm()
+    codes = torch.stack([view.v & 15, view.v >> 4], dim=-1).flatten(-2)
+    values = (e2m1_values(codes) * block_values(view.v_scale).repeat_interleave(16, -1)).flatten(0, 1)
+    assert (values[slots] - v).norm() < 0.15 * v.norm()
+    metadata = builder_of([impl], torch.float32).build(0, batch.metadata)
+    query, output = attend_once(impl, layer, cache, metadata, batch, torch.float32)
+    check(output, query, batch, rows.double(), values)
 
 
 def test_scales_of_a_layer_multiply_nvfp4() -> None:
@@ -440,6 +519,7 @@ def test_plan_keys() -> None:
         (torch.float8_e4m3fn, True, False),
         (INT4, True, True),
         (NVFP4, True, False),
+        (INT8_NVFP4, True, False),
     ]
 
 
@@ -453,7 +533,7 @@ def test_plans_of_layers_that_vllm_does_not_know(name: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", OF_VLLM if CUSTOM not in list(KVQuantMode) else CACHES)
 @pytest.mark.parametrize(
     ("skipped", "has_16_bits"),
     [([], [False, False]), (["1"], [False, True]), (["sliding_window"], [True, False])],
