@@ -1,5 +1,5 @@
-"""Attention over 4-bit caches: int4 with rotated rows, NVFP4 and MX, next to our own bf16 and e4m3, and the
-floor.
+"""Attention over 4-bit caches: int4 with rotated rows, NVFP4, MX, and int8 K with NVFP4 V, next to our own
+bf16 and e4m3, and the floor.
 
 One process, one GPU, 32/8 heads, head_dim 128, page 16, cold L2, CUDA-graph replay, median. 4-bit pages have
 one head after another, as the vLLM plugin has them. The floor: bytes of the int4 cache with its scales, Q
@@ -25,7 +25,7 @@ from benchmarks.peers import Run
 from benchmarks.report import number, options, ratio, table
 from benchmarks.timing import Machine, Timer, start
 
-Format = Literal["int4", "nvfp4", "fp4_mx_block16"]
+Format = Literal["int4", "nvfp4", "fp4_mx_block16", "int8_k_nvfp4_v"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 COLUMNS = ("floor", "bf16", "fp8", *FORMATS)
 LARGEST_FOUR_BIT_ERROR = 0.2
@@ -45,6 +45,9 @@ def floor_bytes(case: Case) -> int:
 def empty_cache(name: str, pages: int, case: Case, device: torch.device) -> KVCache:
     """A cache of one of FORMATS, or of int8 with a scale for each token and head."""
     shape = (pages, 2, case.num_kv_heads, case.page_size)
+    if name == "int8_k_nvfp4_v":
+        of_k, of_v = (empty_cache(side, pages, case, device) for side in ("int8", "nvfp4"))
+        return KVCache.from_pair(of_k.k, of_v.v, k_scale=of_k.k_scale, v_scale=of_v.v_scale)
     columns, dtype = (case.head_dim, torch.int8) if name == "int8" else (case.head_dim // 2, torch.uint8)
     rows = torch.zeros(*shape, columns, dtype=dtype, device=device).transpose(2, 3)
     if name in ("int4", "int8"):

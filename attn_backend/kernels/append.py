@@ -424,9 +424,9 @@ def append_kv(
     Args:
         k, v: [tokens, num_kv_heads, head_dim], tokens >= len(slots), head_dim contiguous.
         kv: the cache of one layer, on the same device. It has k's dtype or fewer bits. Float8 takes one scale
-            for all heads, or one per head. int8, float8_e4m3fn and int4 take one for each token and head, FP4
-            takes BlockScales, "int8_k_nvfp4_v" one and the other. A bfloat16 k may also be written to a
-            float16 cache and vice versa, if head_dim is a multiple of 8 up to 512.
+            for all heads, or one per head. int8, float8_e4m3fn and int4 take one for each token and head. FP4
+            takes BlockScales. K of "int8_k_nvfp4_v" is as in int8, V as in FP4. A bfloat16 k may also be
+            written to a float16 cache and vice versa, if head_dim is a multiple of 8 up to 512.
         slots: int32 or int64 [tokens]; negative slots and slots beyond the cache are skipped.
         rotation: rotate rows before they are rounded, for `Attention(rotation=True)`: signs, then a Hadamard
             matrix. k is not float8, v is as wide as k, head_dim is a multiple of 8 up to 256.

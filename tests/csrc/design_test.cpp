@@ -158,6 +158,27 @@ void check_packed(attn::DataType dtype) {
   }
 }
 
+/// Of int8 K and NVFP4 V, K's tokens take a row of a box each, V's two.
+void check_packed_pair() {
+  for (const bool heads_follow : {true, false}) {
+    attn::LatentAttentionParams params = make_params(16, 4);
+    const auto tensor = [&](int64_t bytes) {
+      const int64_t page_stride = 16 * kKvHeads * bytes;
+      return heads_follow ? attn::KvTensor{kMemory, page_stride, bytes, 16 * bytes}
+                          : attn::KvTensor{kMemory, page_stride, kKvHeads * bytes, bytes};
+    };
+    params.k = tensor(128);
+    params.v = tensor(64);
+    const attn::TmaParams made = launch_sm90(params, false, kHeadDim, attn::DataType::kInt8NvFp4).params;
+    expect_equal(made.has_token_pairs, heads_follow ? 1 : 0, "rows of two tokens of V");
+    const attn::Tensor4d &k = encoded[encoded.size() - 2], &v = encoded.back();
+    expect_equal(k.box[0], 128, "bytes of a packed row of K");
+    expect_equal(k.box[1], 16, "rows of a packed box of K");
+    expect_equal(v.box[0], heads_follow ? 128 : 64, "bytes of a packed row of V");
+    expect_equal(v.box[1], heads_follow ? 8 : 16, "rows of a packed box of V");
+  }
+}
+
 /// Tiles of MX for f16, and of wider heads, are dequantized in the ring.
 void check_not_packed() {
   const attn::LatentAttentionParams params = make_params(16, 4);
@@ -231,6 +252,7 @@ int main() {
   check_packed(attn::DataType::kInt4);
   check_packed(attn::DataType::kNvFp4);
   check_packed(attn::DataType::kMxFp4);
+  check_packed_pair();
   check_not_packed();
   check_widths();
   check_latents();

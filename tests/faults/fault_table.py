@@ -25,6 +25,7 @@ ROW_GROUPS = "tests/csrc/test_attention_row_groups.py"
 FLOAT8_OUTPUTS = ("tests/csrc/test_float8_output_kernels.py", "-k", "16_bits and hopper and 64-64")
 FEED = ("tests/csrc/test_feed_kernels.py", "-k", "bits_of_prompts or many_orders")
 FLOAT8_QUERIES = ("tests/csrc/test_float8_kernels.py", "-k", "queries_of_8_bits and hopper and 64")
+PAIR_KERNELS = ("tests/csrc/test_token_scale_kernels.py", "-k", "random and hopper and int8_k and 128")
 NVFP4_KERNELS = ("tests/csrc/test_token_scale_kernels.py", "-k", "random and hopper and nvfp4 and 128")
 INT4_KERNELS = ("tests/csrc/test_token_scale_kernels.py", "-k", "random and hopper and int4 and 128")
 SGLANG = ("tests/adapters/sglang/test_sglang_backend.py",)
@@ -1081,9 +1082,37 @@ FAULTS = (
     Fault(
         "vLLM: a layer that reads another one's nvfp4 cache has its own factors",
         "attn_backend/adapters/vllm/attention.py",
-        ".has_factor and not self._shares_cache(layer):",
-        ".has_factor:",
+        "if any(self._takes_factors) and not self._shares_cache(layer):",
+        "if any(self._takes_factors):",
         ("tests/adapters/vllm/test_vllm_token_scales.py", "-k", "scales_of_a_layer"),
+    ),
+    Fault(
+        "vLLM: pages of our own cache have no room for scales",
+        "attn_backend/adapters/vllm/compat.py",
+        'OWN_CACHE if getattr(mode, "is_custom_mode", False) else getattr',
+        "getattr",
+        ("tests/adapters/vllm/test_vllm_token_scales.py", "-k", "mode_of_registered_names"),
+    ),
+    Fault(
+        "int8 K of a pair: the offset of its numbers stays in the scores",
+        "csrc/attention/sm90/int8_numbers.cuh",
+        "-128.0f * query",
+        "-127.0f * query",
+        PAIR_KERNELS,
+    ),
+    Fault(
+        "packed tiles of 128 bytes a token: a part reaches into the other's memory",
+        "csrc/attention/feed/shared_memory.cuh",
+        "token / kTokens * (kParts * kHalf)",
+        "token / kTokens * kHalf",
+        PAIR_KERNELS,
+    ),
+    Fault(
+        "a pair on a CPU: V has the format of K",
+        "csrc/attention/cpu/attention_kernel.h",
+        "side_type(element, true)",
+        "side_type(element, false)",
+        ("tests/kernels/test_token_scales.py", "-k", "layout_of_the_engine and int8_k"),
     ),
     Fault(
         "SGLang: K of an FP4 pool has the scales of V",

@@ -297,9 +297,7 @@ def test_refused_pairs() -> None:
     kv, of_fp4 = (token_scaled_cache(dtype, 2, 16, 64) for dtype in (PAIR, NVFP4))
     int8 = token_scaled_cache(torch.int8, 2, 16, 64)
     assert (kv.stored_dtype, kv.head_dim, kv.head_dim_v) == (PAIR, 64, 64)
-    with pytest.raises(
-        ValueError, match=r"v is .*, must be of k's shape .* of dtype int8, or uint8 with"
-    ):
+    with pytest.raises(ValueError, match=r"v is .*, must be of k's shape .* of dtype int8, or uint8 with"):
         KVCache.from_pair(kv.k, kv.v, k_scale=kv.k_scale, v_scale=kv.k_scale)
     with pytest.raises(ValueError, match=r"v is .*, must be of k's shape .* of dtype uint8"):
         KVCache.from_pair(of_fp4.k, int8.v, k_scale=of_fp4.k_scale, v_scale=int8.v_scale)

@@ -136,7 +136,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
         self.cache_dtype = None if is_encoder else BYTE_CACHES.get(kv_cache_dtype)
         self.has_token_scales = self.cache_dtype is not None and kv_cache_dtype in TOKEN_SCALED_CACHES
         stored = None if self.cache_dtype is None else TOKEN_SCALED_FORMATS.get(self.cache_dtype)
-        # whether vLLM's scales of a layer multiply those of K and of V
+        # whether vLLM's scale of K, and of V, multiplies the cache's scales
         self._takes_factors = tuple(side.has_factor for side in stored.sides) if stored else (False, False)
         # A causal step has no tokens to the right. Drafts of DFLASH may have other steps, as in FLASH_ATTN.
         sees_right = window >= 0 and (not is_decoder or compat.setting("attention_config.use_non_causal"))

@@ -71,28 +71,30 @@ inline bool encode_cache(const AttentionParams& params, const LaunchContext& con
   return context.encode(described, map);
 }
 
-/// Finds whether one copy can load the TokenScales of a box, of so many words each. A dimension of size 1 may have any
-/// stride.
-inline void find_scales(TmaParams& tma, const KvForm& kv, int64_t k_words, int64_t v_words) {
+/// The strides of TokenScales of K or V, if one copy can load the scales of a box, of `words` each. A dimension of size
+/// 1 may have any stride.
+inline ScaleStrides scale_strides(const AttentionParams& params, const TokenScales& scales, int64_t words) {
   constexpr int64_t kUnit = 16 / sizeof(float);
-  struct Strides {
-    int64_t page, head;
-  };
-  const auto strides = [&](const TokenScales& scales) {
-    return Strides{tma.attention.num_pages > 1 ? scales.page_stride : kUnit,
-                   tma.attention.num_kv_heads > 1 ? scales.head_stride : 0};
-  };
+  const int64_t page = params.num_pages > 1 ? scales.page_stride : kUnit;
+  const int64_t head = params.num_kv_heads > 1 ? scales.head_stride : 0;
+  const int64_t extent = page * params.num_pages + head * params.num_kv_heads;
+  if (scales.token_stride != words || page <= 0 || head < 0 || (page | head) % kUnit != 0 ||
+      reinterpret_cast<uintptr_t>(scales.data) % 16 != 0 || extent / kUnit >= int64_t{1} << 32)
+    return ScaleStrides{};
+  return ScaleStrides{static_cast<uint32_t>(page / kUnit), static_cast<uint32_t>(head / kUnit)};
+}
+
+/// Finds whether one copy can load the TokenScales of a box. K's and V's must be alike, except for a pair's.
+inline void find_scales(TmaParams& tma, const LaunchContext& context) {
+  const KvForm& kv = context.kv_form;
   const auto& scales = tma.attention.variant.as<AttentionTokenScales>();
-  const Strides k = strides(scales.k), v = strides(scales.v);
-  const uintptr_t addresses = reinterpret_cast<uintptr_t>(scales.k.data) | reinterpret_cast<uintptr_t>(scales.v.data);
-  const int64_t extent = k.page * tma.attention.num_pages + max_of(k.head, v.head) * tma.attention.num_kv_heads;
-  if (k.page != v.page || (!kv.is_pair() && k.head != v.head) || scales.k.token_stride != k_words ||
-      scales.v.token_stride != v_words || k.page <= 0 || min_of(k.head, v.head) < 0 ||
-      (k.page | k.head | v.head) % kUnit != 0 || addresses % 16 != 0 || extent / kUnit >= int64_t{1} << 32)
-    return;
-  tma.scales_page_units = static_cast<uint32_t>(k.page / kUnit);
-  tma.scales_head_units = static_cast<uint32_t>(k.head / kUnit);
-  tma.v_scales_head_units = static_cast<uint32_t>(v.head / kUnit);
+  const int32_t k_words = kv.scale_words(context.dims.qk, false), v_words = kv.scale_words(context.dims.v, true);
+  const ScaleStrides k = scale_strides(tma.attention, scales.k, k_words);
+  const ScaleStrides v = scale_strides(tma.attention, scales.v, v_words);
+  const bool are_alike = k_words == v_words && k.page == v.page && k.head == v.head;
+  if (k.page == 0 || v.page == 0 || !(are_alike || kv.is_pair())) return;
+  tma.scale_strides = k;
+  tma.v_scale_strides = v;
 }
 
 /// Encodes the maps of DequantizedKv, which TMA can always load. `parts`: of a stage.
@@ -152,10 +154,7 @@ inline void encode_caches(const LaunchContext& context, bool is_packed, TmaParam
       encode_cache(params, context, true, is_flat, tokens, tma.v) &&
       (!is_packed || encode_packed(context, is_flat, tokens, tma)))
     (is_flat && !is_ragged ? tma.run_tokens : tma.box_tokens) = tokens;
-  const KvForm& kv = context.kv_form;
-  const int32_t k_words = kv.scale_words(context.dims.qk, false), v_words = kv.scale_words(context.dims.v, true);
-  const bool have_places = kv.is_pair() || k_words == v_words;  // in shared memory as in a page
-  if (kv.has_token_scales && tma.box_tokens > 0 && !is_flat && have_places) find_scales(tma, kv, k_words, v_words);
+  if (context.kv_form.has_token_scales && tma.box_tokens > 0 && !is_flat) find_scales(tma, context);
 }
 
 }  // namespace attn::feed

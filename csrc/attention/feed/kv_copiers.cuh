@@ -311,10 +311,10 @@ struct BoxCopier {
         const int32_t row = __shfl_sync(0xffffffffu, box.row, lane), page = __shfl_sync(0xffffffffu, box.page, lane);
         if (page == kNone || chunk >= (packed ? 2 : 1) * kChunks) continue;
         const int first_word = (number & -params.box_tokens) * kWords;  // of the box
-        const uint32_t& head_units =
-            Traits::kKvForm.is_pair() && share.is_v ? params.v_scales_head_units : params.scales_head_units;
+        const ScaleStrides& strides =
+            Traits::kKvForm.is_pair() && share.is_v ? params.v_scale_strides : params.scale_strides;
         ptx::cp_async_16(share.token_scale(shared, part, 0) + word * 4,
-                         params.scales_of(share.token_scales(params.attention), page, head, head_units) + row * kWords +
+                         params.scales_of(share.token_scales(params.attention), strides, page, head) + row * kWords +
                              word - first_word);
       }
     });

@@ -7,6 +7,13 @@
 
 namespace attn {
 
+/// Strides of TokenScales in units of 16 bytes. `page` is 0 if the scales of a box do not lie together: lanes then copy
+/// one each.
+struct ScaleStrides {
+  uint32_t page;
+  uint32_t head;
+};
+
 /// TMA loads boxes of `box_tokens` tokens x 64 columns; the maps' dimensions are
 /// column, token (in its page; of a ragged tensor: row), head and page.
 ///
@@ -46,22 +53,19 @@ struct TmaParams {
   /// one head, or, if stages have two parts, one block of half a KV tile.
   TensorMap dequantized_k;
   TensorMap dequantized_v;
-  /// Strides of TokenScales, of K and V alike, in units of 16 bytes. 0: the scales of a box do not lie together, and
-  /// lanes copy one each.
-  uint32_t scales_page_units;
-  uint32_t scales_head_units;
-  uint32_t v_scales_head_units;  // of V of a pair
+  ScaleStrides scale_strides;    // of K and V alike; of a pair's K
+  ScaleStrides v_scale_strides;  // of a pair's V
 
   /// The map of K or of V; the packed one, if is_packed. An index takes fewer registers than a choice.
   ATTN_HD const TensorMap& cache_map(bool is_v, bool is_packed) const {
     return (&k)[(is_v ? 1 : 0) + (is_packed ? 2 : 0)];
   }
-  ATTN_HD bool scales_lie_together() const { return scales_page_units != 0; }
-  /// The first in a page. `head_units`: scales_head_units, or v_scales_head_units.
-  ATTN_HD const float* scales_of(const TokenScales& scales, int32_t page, int32_t head,
-                                 const uint32_t& head_units) const {
+  ATTN_HD bool scales_lie_together() const { return scale_strides.page != 0; }
+  /// The first in a page.
+  ATTN_HD const float* scales_of(const TokenScales& scales, const ScaleStrides& strides, int32_t page,
+                                 int32_t head) const {
     return static_cast<const float*>(scales.data) +
-           uint64_t{4} * (static_cast<uint32_t>(page) * scales_page_units + static_cast<uint32_t>(head) * head_units);
+           uint64_t{4} * (static_cast<uint32_t>(page) * strides.page + static_cast<uint32_t>(head) * strides.head);
   }
 };
 

@@ -54,8 +54,8 @@ struct Tuning {
   /// Stages that a tile takes once the producer has dequantized it (dequantizer.cuh). A stage has room for a stored
   /// tile; kv_stages is a multiple. 0: the producer does not dequantize.
   int32_t dequantized_stages = 0;
-  /// If not 0, row tiles of 16 rows take KV tiles in pairs, one for each warpgroup: a part of a stage has room for a
-  /// whole packed tile (TmaParams::k_packed), with so many bytes for a token.
+  /// Of the wider of K and V. If not 0, row tiles of 16 rows take KV tiles in pairs, one for each warpgroup: a part of
+  /// a stage has room for a whole packed tile (TmaParams::k_packed).
   int32_t packed_token_bytes = 0;
   /// Words of the TokenScales of a token, which stages have room for; 0: there are none.
   int32_t token_scale_words = 0;

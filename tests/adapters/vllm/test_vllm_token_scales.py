@@ -335,7 +335,7 @@ def test_our_own_name_needs_0_33(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_our_own_name_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With vLLM's call, or on earlier releases with one that does the same."""
+    """Earlier releases lack the call."""
     assert not OWN_CACHE.startswith(("fp8", "nvfp4"))  # vLLM may quantize Q for these
     config: Any = import_module("vllm.config.cache")
     known: dict[str, Any] = {}
