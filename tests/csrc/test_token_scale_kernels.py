@@ -341,7 +341,7 @@ def test_heads_of_different_widths(emulated: Path, kernel: str, stored: torch.dt
 
 
 @pytest.mark.parametrize(
-    ("stored", "head_dim"), [(torch.int8, 64), (INT4, 128), (NVFP4, 128)], ids=["int8", INT4, NVFP4]
+    ("stored", "head_dim"), [(torch.int8, 64), (INT4, 128), (NVFP4, 128), (PAIR, 64), (PAIR, 128)], ids=str
 )
 @pytest.mark.parametrize("is_by_head", [False, True], ids=["NHD", "HND"])
 def test_pages_with_scales_at_their_end(
@@ -356,17 +356,26 @@ def test_pages_with_scales_at_their_end(
     problem = Float8Case(spec, "cpu", stored, "token", "token")
     case, kv = problem.case, problem.case.kv
     inner = (16, 1) if is_by_head else (16, 2)  # tokens and heads whose rows lie together
-    count, scale_bytes = inner[0] * inner[1], 8 if stored == NVFP4 else 4
-    parts = torch.zeros(kv.num_pages, 2 // inner[1], 2 * count * (64 + scale_bytes), dtype=torch.uint8)
-    rows, scales = parts[..., : 2 * count * 64], parts[..., 2 * count * 64 :]
+    tensors = [kv.k, kv.v]
+    for scale in (kv.k_scale, kv.v_scale):
+        of_heads = scale.blocks if isinstance(scale, BlockScales) else scale
+        assert isinstance(of_heads, torch.Tensor)
+        tensors.append(of_heads)
+    widths = [x[0, 0, 0].numel() * x.element_size() for x in tensors]  # bytes
+    sizes = [inner[0] * inner[1] * width for width in widths]
+    pages = torch.zeros(kv.num_pages, 2 // inner[1], sum(sizes), dtype=torch.uint8)
+    parts = pages.split(sizes, dim=2)
     k, v = (
-        x.transpose(1, 2).flatten(2, 3).view(kv.k.dtype) for x in rows.unflatten(2, (2, *inner, 64)).unbind(2)
+        part.unflatten(2, (*inner, width)).transpose(1, 2).flatten(2, 3)
+        for part, width in zip(parts[:2], widths[:2], strict=True)
     )
-    by_head = scales.unflatten(2, (2, inner[1], 16, scale_bytes)).unbind(2)
-    k_scale, v_scale = (x.flatten(1, 2).transpose(1, 2) for x in by_head)
+    k_scale, v_scale = (
+        part.unflatten(2, (inner[1], 16, width)).flatten(1, 2).transpose(1, 2)
+        for part, width in zip(parts[2:], widths[2:], strict=True)
+    )
     made: list[Any] = []
     for to, of in ((k, kv.k), (v, kv.v), (k_scale, kv.k_scale), (v_scale, kv.v_scale)):
-        assert to.untyped_storage().data_ptr() == parts.data_ptr()
+        assert to.untyped_storage().data_ptr() == pages.data_ptr()
         tensor = of.blocks if isinstance(of, BlockScales) else of
         assert isinstance(tensor, torch.Tensor)
         typed = to.view(tensor.dtype)
