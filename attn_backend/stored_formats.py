@@ -8,6 +8,7 @@ FourBitDtype = Literal["int4", "nvfp4", "fp4_mx_block16"]  # torch has no such d
 PairDtype = Literal["int8_k_nvfp4_v"]  # of caches whose K and V have different formats
 BLOCK_COLUMNS = 16  # of a scale of blocks
 _PLAIN, _TOKENS = ("float8", "GivenScales"), ("tokens", "ByteQuantizer")
+_INT8_FP4 = ("int8_nvfp4", "QuantizerPair<ByteQuantizer, Fp4Quantizer>")
 _INT4, _FP4 = ("int4", "Int4Quantizer"), ("fp4", "Fp4Quantizer")
 
 
@@ -18,8 +19,7 @@ class StoredFormat(NamedTuple):
         dtype: torch's name, or one of FourBitDtype or PairDtype.
         element: part of names of kernels.
         struct: in csrc/common/elements.cuh; in DataType (csrc/common/data_type.h) with a k before it.
-        append: part of names of append kernels, and what quantizes in them (csrc/cache/quantizers.h). None:
-            K and V of a pair have different ones.
+        append: part of names of append kernels, and what quantizes in them (csrc/cache/quantizers.h).
         head_columns: if K or V has 4 bits: head_dim is a multiple. 0: a column fills a byte.
         scales: torch's name for the dtype of a scale for each token and head, or for each block of columns of
             these. None: scales are for all, for heads, for requests or parts of rows.
@@ -30,7 +30,7 @@ class StoredFormat(NamedTuple):
     dtype: str
     element: str
     struct: str
-    append: tuple[str, str] | None
+    append: tuple[str, str]
     head_columns: int = 0
     scales: str | None = None
     has_factor: bool = False
@@ -62,5 +62,5 @@ FORMATS = (
     StoredFormat("int4", "int4_tokens", "Int4", _INT4, 32, "float32"),
     StoredFormat("nvfp4", "nvfp4", "NvFp4", _FP4, 64, "float8_e4m3fn", has_factor=True),
     StoredFormat("fp4_mx_block16", "mxfp4", "MxFp4", _FP4, 64, "uint8"),
-    StoredFormat("int8_k_nvfp4_v", "int8_nvfp4", "Int8NvFp4", None, 64, pair=("int8_tokens", "nvfp4")),
+    StoredFormat("int8_k_nvfp4_v", "int8_nvfp4", "Int8NvFp4", _INT8_FP4, 64, pair=("int8_tokens", "nvfp4")),
 )

@@ -297,10 +297,9 @@ def _compile_head_dims(arguments: argparse.Namespace) -> None:
         )
     for arch in arguments.arch or ARCHS:
         for element in elements:
-            for side in dict.fromkeys(manifest.sides_of(kv_element)):
-                name = manifest.append_qkv_name(element, side, arguments.rotation)
-                if manifest.late_append(name) is not None:
-                    print(cubins.compile_kernel(name, arch)[0], flush=True)
+            name = manifest.append_qkv_name(element, kv_element, arguments.rotation)
+            if manifest.late_append(name) is not None:
+                print(cubins.compile_kernel(name, arch)[0], flush=True)
         for head_dim in head_dims:
             for element in elements:
                 for float8_out in sorted({False, arguments.float8_out}):

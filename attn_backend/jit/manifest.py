@@ -158,7 +158,6 @@ ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # keys are torch's names
 # Caches with scales, by their elements (stored_formats.py), which are narrower than Q's, or the same under
 # float8_q. latent: MLA, scales per row. TOKEN_ELEMENTS: with a scale for each token and head, or more.
 FORMATS_BY_ELEMENT = {stored.element: stored for stored in FORMATS}
-_APPENDS = {stored.element: stored.append for stored in FORMATS if stored.append is not None}
 CUDA_KV_ELEMENTS = {stored.element: stored.struct for stored in FORMATS}
 TOKEN_ELEMENTS = {stored.element: stored.struct for stored in FORMATS if stored.has_token_scales}
 DEQUANTIZED_ELEMENTS = {name: struct for name, struct in CUDA_KV_ELEMENTS.items() if name != "latent"}
@@ -343,20 +342,9 @@ def append_qkv_name(element: str, kv_element: str | None = None, rotation: bool 
     """element: of heads. kv_element: of a cache of another type, from kv_element_of(). One kernel
     writes all 8-bit caches, another one all with a scale for each token and head, except for 4 bits.
     rotation: rotates K and V.
-
-    Raises:
-        KeyError: a pair, whose K and V have a kernel each: sides_of().
     """
-    of_cache = _APPENDS[kv_element][0] if kv_element in FORMATS_BY_ELEMENT else kv_element
+    of_cache = FORMATS_BY_ELEMENT[kv_element].append[0] if kv_element in FORMATS_BY_ELEMENT else kv_element
     return f"append_qkv_{element}{f'_{of_cache}' if of_cache else ''}{ROTATED if rotation else ''}"
-
-
-def sides_of(kv_element: str | None) -> tuple[str | None, str | None]:
-    """The elements of K and of V in a cache of this element."""
-    if kv_element not in FORMATS_BY_ELEMENT:
-        return kv_element, kv_element
-    k, v = FORMATS_BY_ELEMENT[kv_element].sides
-    return k.element, v.element
 
 
 def dequantize_name(element: str, kv_element: str) -> str:
@@ -580,7 +568,7 @@ using KernelQuantizer = $quantizer;
 constexpr bool kKernelRotates = $rotates;
 }  // namespace attn
 
-#include "cache/append_qkv.cu"
+#include "cache/append_$entry.cu"
 """)
 
 _DEQUANTIZE = Template("""\
@@ -692,8 +680,8 @@ def shape_of(name: str) -> KernelShape | None:
 
 def shipped_appends() -> list[tuple[str | None, bool]]:
     """The caches (kv_element, rotation) whose append kernels are built ahead of time: one for each kernel."""
-    elements = (*(side for pair in SHIPPED_PAIRS for side in sides_of(pair)), *SHIPPED_TOKEN_ELEMENTS)
-    of_tokens = {_APPENDS[element][0]: element for element in elements if element is not None}
+    elements = (*SHIPPED_TOKEN_ELEMENTS, *SHIPPED_PAIRS)
+    of_tokens = {FORMATS_BY_ELEMENT[element].append[0]: element for element in elements}
     return [(element, element in SHIPPED_ROTATED) for element in (None, "e4m3", *of_tokens.values())]
 
 
@@ -706,7 +694,7 @@ def late_append(name: str) -> tuple[str, str | None, bool] | None:
     made = (
         (element, of_cache if of_cache != element else None, rotation)
         for element in CUDA_ELEMENTS
-        for of_cache in (None, "e4m3", *(name for name in TOKEN_ELEMENTS if name in _APPENDS), *CUDA_ELEMENTS)
+        for of_cache in (None, "e4m3", *TOKEN_ELEMENTS, *CUDA_ELEMENTS)
         for rotation in (False, True)
     )
     return next((arguments for arguments in made if append_qkv_name(*arguments) == name), None)
@@ -787,7 +775,10 @@ def append_qkv_kernel(element: str, kv_element: str | None = None, rotation: boo
         element=CUDA_ELEMENTS[element],
         cache_element=CUDA_ELEMENTS.get(kv_element or "", CUDA_ELEMENTS[element]),
         rotates=str(rotation).lower(),
-        quantizer=_APPENDS[kv_element][1] if kv_element in FORMATS_BY_ELEMENT else "Elements16Bits",
+        quantizer=FORMATS_BY_ELEMENT[kv_element].append[1]
+        if kv_element in FORMATS_BY_ELEMENT
+        else "Elements16Bits",
+        entry="pair" if kv_element in FORMATS_BY_ELEMENT and FORMATS_BY_ELEMENT[kv_element].pair else "qkv",
     )
     text += '#include "cache/append_rounded.cu"\n' if has_scales and not rotation else ""
     return Kernel(append_qkv_name(element, kv_element, rotation), ARCHS, text)

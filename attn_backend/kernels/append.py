@@ -21,7 +21,6 @@ from ..metadata.kv_cache import (
     BlockScales,
     CacheDtype,
     named_tensors,
-    side_dtypes,
 )
 from ..validation import (
     MAX_INT64,
@@ -90,17 +89,6 @@ def qkv_kernel_file(
         return ""
     kv_element = kv_element_of(kv_dtype, dtype, token_scales)
     return kernel_file(append_qkv_name(DTYPE_NAMES[dtype], kv_element, rotation), device)
-
-
-def _kernel_files(
-    device: torch.device, dtype: torch.dtype, kv: KVCache, rotation: bool = False
-) -> dict[str, str]:
-    """qkv_kernel_file() as the library's functions take it; of a pair, K's and V's."""
-    of_k, of_v = side_dtypes(kv.stored_dtype)
-    files = {"file": qkv_kernel_file(device, dtype, of_k, kv.has_token_scales, rotation)}
-    if of_v is not of_k:
-        files["v_file"] = qkv_kernel_file(device, dtype, of_v, True, rotation)
-    return files
 
 
 @torch_ops.eager
@@ -195,6 +183,7 @@ def append_qkv(
             k_cache=k_cache,
             v_cache=kv.v,
             slots=slots,
+            file=qkv_kernel_file(q.device, q.dtype, kv.stored_dtype, kv.has_token_scales, rotation),
             norm_eps=norm_eps,
             norm_offset=norm_offset,
             is_interleaved=is_interleaved,
@@ -203,7 +192,6 @@ def append_qkv(
             q_norm=q_norm,
             k_norm=k_norm,
             rotation=rotation,
-            **_kernel_files(q.device, q.dtype, kv, rotation),
             **_scale_arguments(kv),
         )
     except (
@@ -339,7 +327,7 @@ def append_rounded(
             k_cache=kv.k,
             v_cache=None if v is None else kv.v,
             slots=slots,
-            **_kernel_files(k.device, k.dtype, kv),
+            file=qkv_kernel_file(k.device, k.dtype, kv.stored_dtype, kv.has_token_scales),
             **_scale_arguments(kv),
             is_interleaved=is_interleaved,
             positions=positions,
@@ -399,8 +387,6 @@ class _Launchers(dict[int, Callable[..., Any]]):
 _launchers = _Launchers()
 
 
-# Arguments of the library's append_kv_rounded that calls may end with, the last one first.
-_LAST_ROUNDED = ("v_file", "v_factor", "k_factor", "rotation", "v_scale")
 _TOKEN_SCALED_BYTES = (*TOKEN_SCALED_DTYPES, torch.uint8)  # as tensors have them
 
 
@@ -457,16 +443,18 @@ def append_kv(
             or {k.dtype, k_cache.dtype} == DTYPE_NAMES.keys()
         )
         if rotation or rounds:
-            options = _kernel_files(k_cache.device, k.dtype, kv, rotation) | _scale_arguments(kv)
+            file = qkv_kernel_file(k_cache.device, k.dtype, kv.stored_dtype, has_token_scales, rotation)
+            options = _scale_arguments(kv)
             if rotation:
                 options["rotation"] = rotation
-            last = next(name for name in _LAST_ROUNDED if name in options)
+            last = next(name for name in ("v_factor", "k_factor", "rotation", "v_scale") if name in options)
             by_name("append_kv_rounded", last=last)(
                 k=k,
                 v=v,
                 k_cache=k_cache,
                 v_cache=kv.v,
                 slots=slots,
+                file=file,
                 **options,
             )
             return

@@ -175,6 +175,52 @@ ATTN_HD int64_t append_qkv_ctas(const QkvParams& p, QkvKernel kernel) {
   return ceil_div<int64_t>(int64_t{p.num_tokens} * p.groups_of_token.divisor, kAppendQkvThreads >> p.lane_bits);
 }
 
+/// Of a cache whose K and V have different types: one launch, whose first CTAs take Q and K.
+struct QkvPairParams {
+  QkvParams k;  // without V
+  QkvParams v;  // V as K, without Q
+  int32_t v_first_cta;
+};
+
+/// V's part of `params`, as rows of K, without Q, norms and angles. Removes it from `params`.
+inline QkvParams split_v(QkvParams& params, DataType v_dtype, int32_t v_columns) {
+  QkvParams values = params;
+  values.k = params.v;
+  values.k_cache = params.v_cache;
+  values.scales.element = v_dtype;
+  values.scales.k = params.scales.v;
+  values.k_token_scales = params.v_token_scales;
+  values.k_factor = params.v_factor;
+  values.head_dim = v_columns;
+  values.q = values.q_out = HeadRows{};
+  values.num_qo_heads = 0;
+  values.positions = IndexArray{};
+  values.table = values.q_norm = values.k_norm = nullptr;
+  values.rotary = RotaryTable::kNone;
+  values.rotary_dim = 0;
+  params.v = values.v = HeadRows{};
+  return values;
+}
+
+/// The kernel for V of a pair, next to the kernel for Q and K.
+ATTN_HD constexpr QkvKernel kernel_of_v(QkvKernel kernel) {
+  return kernel == QkvKernel::kGeneral ? kernel : QkvKernel::kPlain;
+}
+
+/// Divides the work of both. Returns the kernel.
+ATTN_HD QkvKernel divide_pair(QkvPairParams& p) {
+  const QkvKernel of_k = kernel_for(p.k);
+  const QkvKernel kernel = kernel_for(p.v) == QkvKernel::kGeneral ? QkvKernel::kGeneral : of_k;
+  divide_work(p.k, kernel);
+  divide_work(p.v, kernel_of_v(kernel));
+  p.v_first_cta = static_cast<int32_t>(append_qkv_ctas(p.k, kernel));
+  return kernel;
+}
+
+ATTN_HD int64_t append_pair_ctas(const QkvPairParams& p, QkvKernel kernel) {
+  return p.v_first_cta + append_qkv_ctas(p.v, kernel_of_v(kernel));
+}
+
 /// Where the two halves of a chunk of 2 * `size` elements of a head begin. Chunks of rotated elements come first.
 struct ChunkPlace {
   int32_t low;

@@ -148,6 +148,13 @@ struct Fp4Quantizer {
   }
 };
 
+/// Of K and of V, if these have different types.
+template <class K_, class V_>
+struct QuantizerPair {
+  using K = K_;
+  using V = V_;
+};
+
 /// Returns body(Quantizer{}), with the quantizer of a 4-bit type.
 template <class Body>
 ATTN_HD auto visit_quantizer(DataType element, const Body& body) {

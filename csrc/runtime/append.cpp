@@ -138,38 +138,22 @@ DataType v_cache_dtype(const TensorView& cache, const AnyView& scale, DataType d
   return k_dtype;
 }
 
-/// V's part of `params`, as rows of K, without Q, norms and angles. Removes it from `params`.
-QkvParams split_v(QkvParams& params, DataType v_dtype, int32_t v_columns) {
-  QkvParams values = params;
-  values.k = params.v;
-  values.k_cache = params.v_cache;
-  values.scales.element = v_dtype;
-  values.scales.k = params.scales.v;
-  values.k_token_scales = params.v_token_scales;
-  values.k_factor = params.v_factor;
-  values.head_dim = v_columns;
-  values.q = values.q_out = HeadRows{};
-  values.num_qo_heads = 0;
-  values.positions = IndexArray{};
-  values.table = values.q_norm = values.k_norm = nullptr;
-  values.rotary = RotaryTable::kNone;
-  values.rotary_dim = 0;
-  params.v = values.v = HeadRows{};
-  return values;
+void check_scales(const QkvParams& params, DLDevice device) {
+  if (params.v.data != nullptr && params.k_token_scales.exist() != params.v_token_scales.exist())
+    refuse("kv.v_scale", "None or of another shape", "one for each token and head if kv.k_scale is, and only then");
+  constexpr int32_t kMaxReduced = 256;  // by a warp, also where the kernel moves a few bytes at a time
+  if (device.device_type != kDLCPU && params.k_token_scales.exist() && params.head_dim > kMaxReduced)
+    refuse("head_dim", params.head_dim,
+           "at most " + std::to_string(kMaxReduced) + " on CUDA with a scale for each token and head");
 }
 
 /// Launches the kernel, or runs the CPU's loop.
 void launch_append_qkv(QkvParams& params, DataType dtype, DLDevice device, std::string_view file) {
-  if (params.v.data != nullptr && params.k_token_scales.exist() != params.v_token_scales.exist())
-    refuse("kv.v_scale", "None or of another shape", "one for each token and head if kv.k_scale is, and only then");
+  check_scales(params, device);
   if (device.device_type == kDLCPU) {
     if (params.num_tokens > 0) cpu::append_qkv(params, dtype);
     return;
   }
-  constexpr int32_t kMaxReduced = 256;  // by a warp, also where the kernel moves a few bytes at a time
-  if (params.k_token_scales.exist() && params.head_dim > kMaxReduced)
-    refuse("head_dim", params.head_dim,
-           "at most " + std::to_string(kMaxReduced) + " on CUDA with a scale for each token and head");
   const QkvKernel kernel = kernel_for(params);
   divide_work(params, kernel);
   narrow("tokens * heads", int64_t{params.num_tokens} * params.groups_of_token.divisor);
@@ -179,6 +163,29 @@ void launch_append_qkv(QkvParams& params, DataType dtype, DLDevice device, std::
                                                              : "append_qkv_general_kernel";
   launch(driver::loaded_kernel(file, symbol, device.device_id), append_qkv_ctas(params, kernel), kAppendQkvThreads,
          &params, device);
+}
+
+/// The same where K and V have different types. `values`: split_v().
+void launch_append_pair(const QkvParams& params, const QkvParams& values, DataType dtype, DLDevice device,
+                        std::string_view file) {
+  check_scales(params, device);
+  check_scales(values, device);
+  if (device.device_type == kDLCPU) {
+    if (params.num_tokens > 0) {
+      cpu::append_qkv(params, dtype);
+      cpu::append_qkv(values, dtype);
+    }
+    return;
+  }
+  QkvPairParams pair{params, values, 0};
+  const QkvKernel kernel = divide_pair(pair);
+  narrow("tokens * heads",
+         int64_t{params.num_tokens} * (pair.k.groups_of_token.divisor + pair.v.groups_of_token.divisor));
+  const char* const symbol = kernel == QkvKernel::kPlain    ? "append_pair_plain_kernel"
+                             : kernel == QkvKernel::kNormed ? "append_pair_normed_kernel"
+                                                            : "append_pair_general_kernel";
+  launch(driver::loaded_kernel(file, symbol, device.device_id), append_pair_ctas(pair, kernel), kAppendQkvThreads,
+         &pair, device);
 }
 
 /// The last dimension of a cache, for heads of `columns` columns.
@@ -264,8 +271,7 @@ void set_heads(QkvParams& params, const TensorView& q, const TensorView& k) {
   ARGUMENT(AnyView, v_scale)                                                  \
   ARGUMENT(Optional<bool>, rotation)   /* of K and V */                       \
   ARGUMENT(Optional<double>, k_factor) /* of all scales of blocks; None: 1 */ \
-  ARGUMENT(Optional<double>, v_factor)                                        \
-  ARGUMENT(Optional<String>, v_file) /* V's cubin, if K and V have different types */
+  ARGUMENT(Optional<double>, v_factor)
 ATTN_ARGUMENTS(AppendQkvArguments, APPEND_QKV_ARGUMENTS);
 
 /// append_kv into a cache of another type, to which numbers are rounded, or of rotated rows: append_qkv without Q. With
@@ -284,14 +290,8 @@ ATTN_ARGUMENTS(AppendQkvArguments, APPEND_QKV_ARGUMENTS);
   ARGUMENT(Optional<TensorView>, table)       \
   ARGUMENT(Optional<bool>, rotation)          \
   ARGUMENT(Optional<double>, k_factor)        \
-  ARGUMENT(Optional<double>, v_factor)        \
-  ARGUMENT(Optional<String>, v_file)
+  ARGUMENT(Optional<double>, v_factor)
 ATTN_ARGUMENTS(AppendKvRoundedArguments, APPEND_KV_ROUNDED_ARGUMENTS);
-
-/// The cubin of V's kernel.
-std::string_view v_file_of(const String& file, const Optional<String>& v_file) {
-  return view(v_file.has_value() ? v_file.value() : file);
-}
 
 void append_qkv(const AppendQkvArguments& given) {
   const TensorView &q = given.q, &k = given.k, &k_cache = given.k_cache;
@@ -342,14 +342,12 @@ void append_qkv(const AppendQkvArguments& given) {
   params.norm_offset = static_cast<float>(given.norm_offset);
   params.is_interleaved = given.is_interleaved;
   params.rotates_rows = given.rotation.value_or(false);
-  if (k_dtype != v_dtype) {
-    QkvParams values = split_v(params, v_dtype, params.head_dim);
-    launch_append_qkv(values, dtype, device, v_file_of(given.file, given.v_file));
-  }
-  launch_append_qkv(params, dtype, device, view(given.file));
+  if (k_dtype == v_dtype) return launch_append_qkv(params, dtype, device, view(given.file));
+  const QkvParams values = split_v(params, v_dtype, params.head_dim);
+  launch_append_pair(params, values, dtype, device, view(given.file));
 }
 
-/// K and V of different widths or types take a launch each.
+/// K and V of different widths take a launch each, except in a pair.
 void append_kv_rounded(const AppendKvRoundedArguments& given) {
   const TensorView &k = given.k, &k_cache = given.k_cache, &slots = given.slots;
   const DLDevice device = k_cache.device();
@@ -388,6 +386,8 @@ void append_kv_rounded(const AppendKvRoundedArguments& given) {
   params.k_factor = checked_factor("kv.k_scale.factor", given.k_factor, k_dtype);
   params.head_dim = k_columns;
   params.rotates_rows = rotates_rows;
+  QkvParams values{};
+  bool is_pair = false;
   if (given.v.has_value()) {
     const TensorView &v = given.v.value(), &v_cache = given.v_cache.value();
     check_shape("kv.v", v_cache, {pages, page_size, heads, {"head_dim_v"}});
@@ -403,8 +403,9 @@ void append_kv_rounded(const AppendKvRoundedArguments& given) {
                               stored_dim(head_dim_v.name, v_columns, v_dtype));
     set_scales("kv.v_scale", given.v_scale, v_cache, v_dtype, params.scales.v, params.v_token_scales);
     if (k_columns != v_columns || k_dtype != v_dtype) {
-      QkvParams values = split_v(params, v_dtype, v_columns);
-      launch_append_qkv(values, dtype, device, v_file_of(given.file, given.v_file));
+      values = split_v(params, v_dtype, v_columns);
+      is_pair = k_dtype != v_dtype;
+      if (!is_pair) launch_append_qkv(values, dtype, device, view(given.file));
     }
   }
   if (is_rotated) {
@@ -412,6 +413,7 @@ void append_kv_rounded(const AppendKvRoundedArguments& given) {
     set_table(params, given.table.value(), device, dtype);
     params.is_interleaved = given.is_interleaved.value_or(false);
   }
+  if (is_pair) return launch_append_pair(params, values, dtype, device, view(given.file));
   launch_append_qkv(params, dtype, device, view(given.file));
 }
 

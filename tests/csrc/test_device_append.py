@@ -21,15 +21,15 @@ from append_problems import (
     random_problem,
 )
 from device_attention import KvScale, KvScales
-from float8_cases import DTYPES, FP4_DTYPES, INT4, TOKEN_DTYPES
+from float8_cases import DTYPES, FP4_DTYPES, INT4, PAIR, TOKEN_DTYPES
 from host_planner import COMPILER, ROOT
 from mixed_cases import MIXTURES
 from rotations import rotated
 from tiers import mostly_slow
-from token_scaled_caches import cache_for, check_token_scaled, fits
+from token_scaled_caches import cache_for, check_token_scaled, fits, has_same_bits, tensors_of
 from torch import Tensor
 
-from attn_backend import KVCache, Rotary, append_kv, append_mla_kv, append_qkv
+from attn_backend import BlockScales, KVCache, Rotary, append_kv, append_mla_kv, append_qkv
 from attn_backend.kernels.native import ALL_DTYPES, values_of
 
 PLAIN, NORMED, ROUNDED = 0, 1, 3  # QkvKernel of csrc/cache/params.h
@@ -497,6 +497,52 @@ def test_scales_of_blocks(library: ctypes.CDLL, dtype: str) -> None:
                     assert torch.equal(of_cpu, of_device)
                 assert (of_cpu != of_device).float().mean() <= 0.01
     assert len(kinds - {ROUNDED}) >= 2
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+def test_k_and_v_of_different_formats(library: ctypes.CDLL) -> None:
+    """One launch. The same bytes as on a CPU, except for rounding after norm, RoPE and rotation."""
+    kinds = set()
+    for seed in range(60):
+        problem = random_problem(seed, [torch.bfloat16, torch.float16][seed % 2], torch.device("cpu"))
+        if not fits(problem.kv.head_dim, PAIR):
+            continue
+        is_exact = seed % 3 == 0
+        if is_exact:
+            problem.rotary = problem.q_norm = problem.k_norm = None
+        rotation = seed % 4 == 1
+        on_cpu, written = (cache_for(problem, PAIR, ("apart", "NHD", "HND")[seed % 3]) for _ in range(2))
+        params = _params(problem)
+        params.k_cache, params.v_cache = _cache(written.k), _cache(written.v)
+        k_scale, v_scale = written.k_scale, written.v_scale
+        assert isinstance(k_scale, Tensor)
+        assert isinstance(v_scale, BlockScales)
+        params.k_token_scales = _KvTensor(k_scale.data_ptr(), *k_scale.stride())
+        strides = [stride // 4 for stride in v_scale.blocks.stride()[:3]]
+        params.v_token_scales = _KvTensor(v_scale.blocks.data_ptr(), *strides)
+        params.k_factor, params.v_factor = 1.0, v_scale.factor
+        params.rotates_rows = rotation
+        q = append_qkv(
+            *(problem.q.clone(), problem.k, problem.v, on_cpu, problem.slots),
+            **problem.options,
+            rotation=rotation,
+        )
+        kinds.add(
+            library.device_append_pair(
+                ctypes.byref(params), problem.kv.page_size, problem.qkv.dtype == torch.bfloat16
+            )
+        )
+        count = len(problem.slots)
+        torch.testing.assert_close(problem.written_q[:count], q[:count], rtol=2e-2, atol=2e-2)
+        for name, of_cpu in tensors_of(on_cpu).items():
+            of_device = tensors_of(written)[name]
+            if is_exact and not rotation:
+                assert has_same_bits(of_cpu, of_device)
+            if name == "k_scale":
+                torch.testing.assert_close(of_cpu, of_device, rtol=2e-5, atol=0)
+            else:
+                assert (of_cpu.view(torch.uint8) != of_device.view(torch.uint8)).float().mean() <= 0.02
+    assert len(kinds) >= 2
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")

@@ -1137,7 +1137,7 @@ FAULTS = (
     ),
     Fault(
         "append_qkv: each lane has its own scale",
-        "csrc/cache/append_qkv.cu",
+        "csrc/cache/append_qkv.cuh",
         "      over_lanes(limits, lanes, larger);\n",
         "",
         ("tests/csrc/test_device_append.py", "-k", "each_token_and_head"),
@@ -1410,7 +1410,7 @@ FAULTS = (
     ),
     Fault(
         "append: the scale of a token and head comes from the row before it is rotated",
-        "csrc/cache/append_qkv.cu",
+        "csrc/cache/append_qkv.cuh",
         "add_to_limits<kLimits>(limits, rotated[j]);",
         "add_to_limits<kLimits>(limits, halves[j]);",
         ("tests/csrc/test_device_append.py", "-k", "rotated_rows"),

@@ -37,6 +37,7 @@ struct TmaParams {
   /// 1: a row of maps `k_packed` and `v_packed` holds two tokens of 64 bytes; 0: one.
   int32_t has_token_pairs;
   AttentionParams attention;
+  ScaleStrides v_scale_strides;  // of a pair's V; where the maps leave a gap
   TensorMap k;
   TensorMap v;
   /// Maps for decodes from packed tiles, if K or V has 4 bits. A token takes 64 bytes of a tile, or 128. Where a page
@@ -53,8 +54,7 @@ struct TmaParams {
   /// one head, or, if stages have two parts, one block of half a KV tile.
   TensorMap dequantized_k;
   TensorMap dequantized_v;
-  ScaleStrides scale_strides;    // of K and V alike; of a pair's K
-  ScaleStrides v_scale_strides;  // of a pair's V
+  ScaleStrides scale_strides;  // of K and V alike; of a pair's K
 
   /// The map of K or of V; the packed one, if is_packed. An index takes fewer registers than a choice.
   ATTN_HD const TensorMap& cache_map(bool is_v, bool is_packed) const {
