@@ -11,9 +11,10 @@
 namespace attn {
 
 /// Natural log of a state's sum of exponentials; `base` is the state's maximum as a logarithm to base 2. -inf for a row
-/// that has seen nothing.
+/// that has seen nothing. `base` is a product, which the compiler would fuse with the sum for some rows of a lane and
+/// not for others: a row's bits would depend on its place in the row tile.
 __device__ __forceinline__ float state_lse(float base, float sum) {
-  return sum > 0.0f ? (base + ptx::lg2(sum)) * kLn2 : minus_infinity();
+  return sum > 0.0f ? __fadd_rn(base, ptx::lg2(sum)) * kLn2 : minus_infinity();
 }
 
 /// What a row's sum of values is multiplied by to become its output, and the row's lse.
@@ -24,11 +25,12 @@ struct RowEnd {
 
 /// As state_lse(), with a sink (a natural logarithm) in the sum.
 __device__ __forceinline__ RowEnd end_row(float base, float sum, float sink) {
-  const float maximum = fmaxf(base, sink * kLog2E);
+  const float exponent = __fmul_rn(sink, kLog2E);
+  const float maximum = fmaxf(base, exponent);
   if (maximum == minus_infinity()) return RowEnd{0.0f, minus_infinity()};
-  const float correction = ptx::ex2(base - maximum);
-  const float total = sum * correction + ptx::ex2(sink * kLog2E - maximum);
-  return RowEnd{__fdividef(correction, total), (maximum + ptx::lg2(total)) * kLn2};
+  const float correction = ptx::ex2(__fadd_rn(base, -maximum));
+  const float total = __fmaf_rn(sum, correction, ptx::ex2(__fadd_rn(exponent, -maximum)));
+  return RowEnd{__fdividef(correction, total), __fadd_rn(maximum, ptx::lg2(total)) * kLn2};
 }
 
 /// Where a row goes.
