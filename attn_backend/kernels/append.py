@@ -434,30 +434,35 @@ def append_kv(
         ):
             explain_failure((("k", k), ("v", v), ("slots", slots)))
         k_cache = kv.k
-        has_token_scales = k_cache.dtype in _TOKEN_SCALED_BYTES and kv.has_token_scales
-        if has_token_scales and k.dtype is k_cache.dtype:
-            refuse("k", k, "bfloat16, float16 or float32: append computes the scale of each token and head")
-        rounds = k.dtype is not k_cache.dtype and (
-            has_token_scales
-            or k_cache.dtype in SCALED_DTYPES
-            or {k.dtype, k_cache.dtype} == DTYPE_NAMES.keys()
-        )
-        if rotation or rounds:
-            file = qkv_kernel_file(k_cache.device, k.dtype, kv.stored_dtype, has_token_scales, rotation)
-            options = _scale_arguments(kv)
-            if rotation:
-                options["rotation"] = rotation
-            last = next(name for name in ("v_factor", "k_factor", "rotation", "v_scale") if name in options)
-            by_name("append_kv_rounded", last=last)(
-                k=k,
-                v=v,
-                k_cache=k_cache,
-                v_cache=kv.v,
-                slots=slots,
-                file=file,
-                **options,
+        if rotation or k.dtype is not k_cache.dtype or kv.k_scale is not None:  # most calls: neither
+            has_token_scales = k_cache.dtype in _TOKEN_SCALED_BYTES and kv.has_token_scales
+            if has_token_scales and k.dtype is k_cache.dtype:
+                refuse(
+                    "k", k, "bfloat16, float16 or float32: append computes the scale of each token and head"
+                )
+            rounds = k.dtype is not k_cache.dtype and (
+                has_token_scales
+                or k_cache.dtype in SCALED_DTYPES
+                or {k.dtype, k_cache.dtype} == DTYPE_NAMES.keys()
             )
-            return
+            if rotation or rounds:
+                file = qkv_kernel_file(k_cache.device, k.dtype, kv.stored_dtype, has_token_scales, rotation)
+                options = _scale_arguments(kv)
+                if rotation:
+                    options["rotation"] = rotation
+                last = next(
+                    name for name in ("v_factor", "k_factor", "rotation", "v_scale") if name in options
+                )
+                by_name("append_kv_rounded", last=last)(
+                    k=k,
+                    v=v,
+                    k_cache=k_cache,
+                    v_cache=kv.v,
+                    slots=slots,
+                    file=file,
+                    **options,
+                )
+                return
         _launchers[k_cache.get_device()](k, v, k_cache, kv.v, slots)
     except (
         AttributeError,
