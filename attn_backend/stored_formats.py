@@ -24,7 +24,7 @@ class StoredFormat(NamedTuple):
         scales: torch's name for the dtype of a scale for each token and head, or for each block of columns of
             these. None: scales are for all, for heads, for requests or parts of rows.
         has_factor: a number multiplies all scales of blocks.
-        pair: the elements of K and of V, whose rows say all the rest.
+        pair: the elements of K and of V. Their rows have the other fields.
     """
 
     dtype: str

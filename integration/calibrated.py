@@ -37,6 +37,8 @@ def main() -> None:
     from integration.features.float8 import calibrate
 
     model = resolve_model(arguments.model, sys.executable).folder
+    if not (model / "model.safetensors").is_file():
+        parser.error(f"model: {model} has no model.safetensors, must have its weights in this one file")
     tokenizer = tokenizer_of(model)
     texts = (
         tokenizer.encode(text[: LONGEST * 16]).ids

@@ -46,6 +46,7 @@ from ..metadata.kv_cache import (
     Scale,
     checked_scale,
     named_tensors,
+    side_dtypes,
 )
 from ..metadata.values import check_page_ids, check_values, describe_batch
 from ..metadata.views import MAX_LEVELS
@@ -313,7 +314,7 @@ def check_kv_dtype(
         ]
         refuse("kv_dtype", kv_dtype, f"None, dtype = {dtype}, {', '.join(others[:-1])} or {others[-1]}")
     if kv_dtype == torch.uint8 and (dims != MLA_HEAD_DIMS or dtype != torch.bfloat16):
-        *others, last = map(repr, FOUR_BIT_COLUMNS)
+        *others, last = (repr(name) for name in FOUR_BIT_COLUMNS if side_dtypes(name) == (name, name))
         names = f"{', '.join(others)} or {last}"
         refuse(
             "kv_dtype",
@@ -608,7 +609,7 @@ class Attention:
             Or the other one of bfloat16 and float16, to which Q is rounded (float16: limited to 65504). Or
             torch.uint8: rows of DeepSeek V3.2's latents (`KVCache.from_latent`), for head dims 576 and 512
             and bfloat16. Or "int4", "nvfp4" or "fp4_mx_block16": a uint8 cache whose bytes have two columns
-            each; implies token_scales.
+            each. Or "int8_k_nvfp4_v". These imply token_scales.
         device: a CUDA device or "cpu".
         max_rows: most rows of Q that a plan covers.
         max_batch: most requests (row groups) of a level.
@@ -622,8 +623,8 @@ class Attention:
             the largest row tile are not grouped. "always": group everything that fits, for tests. Off under a
             variant that transforms K or V by the request or its kv_len.
         batch_invariant: make a request's output bitwise independent of the rest of the batch and of its place
-            in it. The output then depends only on the request's query length, its KV and the head
-            configuration. No cascade; max_levels must be 1; at most 1024 requests on CUDA.
+            in it. The output then depends only on the request's query length (see `BSRView.prompts`), its KV
+            and the head configuration. No cascade; max_levels must be 1; at most 1024 requests on CUDA.
         kernel: "hopper" or "generic" (Ampere and later). "hopper" is the default on compute capability 9.0,
             except for variants that transform Q, K or V of 512 columns or MLA's latents. On a CPU: plan with
             that kernel's row tiles and costs, to inspect its schedules.
@@ -634,8 +635,9 @@ class Attention:
         float8_out: whether runs may be given an out_scale, which makes their output float8_e4m3fn. On CUDA
             such runs need additional kernels, which are also loaded.
         token_scales: the cache has a scale for each token and head (`KVCache`). kv_dtype is float8_e4m3fn,
-            int8 or a 4-bit type, and q_dtype is dtype. On CUDA heads have up to 256 columns. Over int4 they
-            have a multiple of 32, over FP4 of 64. None: True for 4-bit types, else False.
+            int8, a 4-bit type or "int8_k_nvfp4_v", and q_dtype is dtype. On CUDA heads have up to 256
+            columns. Over int4 they have a multiple of 32, over FP4 and "int8_k_nvfp4_v" of 64. None: True
+            for the types that are names, else False.
         rotation: rows of K and V were appended with rotation=True. Q is rotated, and the output back, in the
             same kernel. q_dtype is dtype, head_dim_v is head_dim, at most 256, and the variant does not
             transform Q, K, V or the output.

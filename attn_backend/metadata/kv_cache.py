@@ -98,7 +98,7 @@ class KVCache:
     `requests` of their rows. Tensors are read when a kernel runs: a captured CUDA graph uses their contents
     at replay. Or [pages, page_size, num_kv_heads] for float8_e4m3fn, int8 and uint8: one for each token and
     head, which append computes and writes. This order holds in every layout. Strides are free, and the scales
-    may be views of the pages' own bytes. Both have this form, or neither; int8 requires it.
+    may be views of the pages' own bytes. Except in a pair, both have this form, or neither; int8 requires it.
 
     uint8 with such scales is int4: columns 2i and 2i + 1 are the lower and the upper half of byte i, so k is
     [pages, page_size, num_kv_heads, head_dim / 2]. The lowest 4 bits of a scale hold a zero point z. A number
@@ -351,7 +351,8 @@ class KVCache:
             if not isinstance(scale.blocks, Tensor):
                 refuse(f"{name}.blocks", scale.blocks, "a tensor")
             # First: the other checks take the type of the cache from this dtype.
-            if self.dtype == torch.uint8 and scale.blocks.dtype not in _BLOCK_DTYPES:
+            rows = self.k if name == "k_scale" else self.v
+            if rows.dtype == torch.uint8 and scale.blocks.dtype not in _BLOCK_DTYPES:
                 refuse(f"{name}.blocks", scale.blocks, f"of {' or '.join(map(dtype_name, _BLOCK_DTYPES))}")
         is_pair = self.stored_dtype in _SIDES
         if self.v.shape[:3] != self.k.shape[:3] or (self.v.dtype != self.k.dtype and not is_pair):
@@ -442,6 +443,8 @@ class KVCache:
         dtypes = _BLOCK_DTYPES
         if name == "v_scale" and isinstance(self.k_scale, BlockScales):
             dtypes = (self.k_scale.blocks.dtype,)
+        elif self.stored_dtype in _SIDES:
+            dtypes = (blocks.dtype,)
         is_right = isinstance(blocks, Tensor) and blocks.dtype in dtypes and list(blocks.shape) == shape
         if not is_right or (blocks.shape[3] > 1 and blocks.stride(3) != 1):
             refuse(

@@ -33,7 +33,7 @@ struct StoredFormat {
   ScaleType token_scales = ScaleType::kNone;  // that caches always have; 8-bit floats may have kFloat32
   PackedProducts packed = PackedProducts::kNone;
   bool has_factor = false;  // of all scales of blocks
-  // Of a pair, the formats of K and V: they have the fields above, except for `packed`.
+  // Of a pair: the formats of K and of V, whose rows have the types of scales and factors.
   bool is_pair = false;
   DataType k = DataType::kFloat32;
   DataType v = DataType::kFloat32;

@@ -392,6 +392,7 @@ void append_kv_rounded(const AppendKvRoundedArguments& given) {
     const TensorView &v = given.v.value(), &v_cache = given.v_cache.value();
     check_shape("kv.v", v_cache, {pages, page_size, heads, {"head_dim_v"}});
     const DataType v_dtype = v_cache_dtype(v_cache, given.v_scale, dtype, k_dtype);
+    check_dtype("kv.v", v_cache, dl_dtype(v_dtype));
     params.v_factor = checked_factor("kv.v_scale.factor", given.v_factor, v_dtype);
     const int32_t v_columns = columns_of("kv.v.shape[3] (head_dim_v)", v_cache, v_dtype, kMaxColumns);
     if (rotates_rows && v_columns != k_columns)

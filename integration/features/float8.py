@@ -73,7 +73,7 @@ def copy_with(model: Path, weights: dict[str, Tensor], folder: Path, excluded: t
     """
     folder.mkdir()
     for file in model.iterdir():
-        if file.name != "model.safetensors":
+        if file.is_file() and file.name != "model.safetensors":
             (folder / file.name).write_bytes(file.read_bytes())
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((model / "config.json").read_text())

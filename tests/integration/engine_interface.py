@@ -282,8 +282,10 @@ CALLS = {
 MAYBE = {
     "vllm.v1.kv_cache_interface:FullAttentionSpec.dcp_sharded": "compat.dcp_group asks",
     "vllm.v1.kv_cache_interface:FullAttentionSpec.state_content_bytes": "compat.with_bytes_of_scales asks",
-    "vllm.v1.kv_cache_interface:KVQuantMode.is_custom_mode": "the same asks: comes with names of caches",
-    "vllm.v1.kv_cache_interface:KVQuantMode.CUSTOM": "the same",
+    "vllm.v1.kv_cache_interface:KVQuantMode.is_custom_mode": "compat.with_bytes_of_scales asks: since "
+    "releases that register names of caches",
+    "vllm.v1.kv_cache_interface:KVQuantMode.CUSTOM": "compat.OwnCacheHandler returns it: since the same "
+    "releases",
     **dict.fromkeys(
         ("vllm.config.cache:register_kv_cache_dtype", "vllm.config.cache:is_known_kv_cache_dtype"),
         "compat.takes_cache_names asks",

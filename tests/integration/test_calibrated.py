@@ -6,29 +6,49 @@ import json
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from integration.features.float8 import calibrate
+from integration.features.float8 import LARGEST, calibrate
+from integration.features.model import LLAMA
 from integration.tiny_models.checkpoints import make_model
-from integration.tiny_models.families import FAMILIES
+
+TEXTS = [[1, 5, 7, 9], [4, 6, 11]]
 
 
 @pytest.fixture
 def model(tmp_path):
-    make_model(FAMILIES["phi3"], tmp_path / "model")
+    make_model(LLAMA, tmp_path / "model")
     return tmp_path / "model"
 
 
+def largest_of_first_layer(folder, texts):
+    """The largest K, after RoPE, and the largest V, of projections alone."""
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    layer, largest = model.model.layers[0], [0.0, 0.0]
+    for text in texts:
+        x = layer.input_layernorm(model.model.embed_tokens(torch.tensor([text])))
+        heads = (1, len(text), -1, model.config.head_dim)
+        k, v = (
+            projection(x).view(heads).transpose(1, 2)
+            for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj)
+        )
+        _, k = apply_rotary_pos_emb(k, k, *model.model.rotary_emb(x, torch.arange(len(text))[None]))
+        largest = [max(old, float(new.abs().max())) for old, new in zip(largest, (k, v), strict=True)]
+    return largest
+
+
+@torch.no_grad()
 def test_scales_map_the_largest_numbers(model, tmp_path):
-    calibrate(model, tmp_path / "copy", [[1, 5, 7, 9], [4, 6]])
-    weights, copied = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "copy"))
-    scales = {name: value for name, value in copied.items() if name not in weights}
-    layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
-    assert len(scales) == 2 * layers
-    assert all(value > 0 for value in scales.values())
-    assert all(torch.equal(weights[name], copied[name]) for name in weights)
+    for name, texts in (("copy", TEXTS), ("fewer", TEXTS[1:])):
+        calibrate(model, tmp_path / name, texts)
+        weights, copied = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / name))
+        scales = {key: float(value) for key, value in copied.items() if key not in weights}
+        layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+        assert len(scales) == 2 * layers
+        assert all(torch.equal(weight, copied[key]) for key, weight in weights.items())
+        first = [scales[f"model.layers.0.self_attn.{side}_proj.{side}_scale"] for side in "kv"]
+        assert [scale * LARGEST for scale in first] == pytest.approx(largest_of_first_layer(model, texts))
     config = json.loads((tmp_path / "copy" / "config.json").read_text())
     assert config["quantization_config"]["kv_cache_scheme"]["num_bits"] == 8
-    calibrate(model, tmp_path / "half", [[1, 5, 7, 9]])
-    fewer = load_file(tmp_path / "half" / "model.safetensors")
-    assert all(fewer[name] <= value for name, value in scales.items())  # of fewer texts

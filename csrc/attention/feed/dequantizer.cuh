@@ -167,6 +167,7 @@ class InPlaceDequantizer {
     constexpr int kChunks = kBlocks * 4;  // of a piece, of sixteen numbers
     // Chunks that are read ahead. The last stored block may lie in the only block that it becomes: its chunks are then
     // all read before the first is written over.
+    // A kernel with packed tiles also has their code.
     constexpr bool kHasRegisters = leaves_registers(Traits::Shape::kDims.widest()) && !Traits::kTakesPacked;
     constexpr int kAhead = kBlocks % 2 == 1 ? 4 : kHasRegisters ? 2 : 1;
     static_assert(kChunks % kAhead == 0, "a chunk has one place in bytes");

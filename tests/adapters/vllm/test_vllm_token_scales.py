@@ -6,6 +6,7 @@ Tests check the bytes of a page, and compare attention with float64 over the sto
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
@@ -68,6 +69,9 @@ CUSTOM = getattr(KVQuantMode, "CUSTOM", None) or SimpleNamespace(
     name="OCTAVE_K3V4", is_custom_mode=True, is_per_token_head=False, is_nvfp4=False, is_turboquant=False
 )
 MODES: dict[str, Any] = {name: KVQuantMode[name.upper()] for name in OF_VLLM} | {OWN_CACHE: CUSTOM}
+
+
+TAKES_CACHE_NAMES = compat.takes_cache_names
 
 
 @pytest.fixture(autouse=True)
@@ -334,8 +338,15 @@ def test_our_own_name_needs_0_33(monkeypatch: pytest.MonkeyPatch) -> None:
         make_impl(kv_cache_dtype=OWN_CACHE)
 
 
+def test_earlier_releases_register_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attn_backend.adapters.vllm.compat.takes_cache_names", TAKES_CACHE_NAMES)
+    config: Any = import_module("vllm.config.cache")
+    monkeypatch.delattr(config, "register_kv_cache_dtype", raising=False)
+    monkeypatch.delattr(config, "is_known_kv_cache_dtype", raising=False)
+    compat.register_cache_name()
+
+
 def test_our_own_name_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Earlier releases lack the call."""
     assert not OWN_CACHE.startswith(("fp8", "nvfp4"))  # vLLM may quantize Q for these
     config: Any = import_module("vllm.config.cache")
     known: dict[str, Any] = {}
@@ -350,6 +361,9 @@ def test_our_own_name_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> Non
         compat.register_cache_name()
     assert list(known) == [OWN_CACHE]
     assert known[OWN_CACHE].torch_dtype() == torch.uint8
+    interface = SimpleNamespace(KVQuantMode=SimpleNamespace(CUSTOM=CUSTOM))
+    monkeypatch.setitem(sys.modules, "vllm.v1.kv_cache_interface", interface)
+    assert known[OWN_CACHE].quant_mode() is CUSTOM
     assert OWN_CACHE in AttnBackend.supported_kv_cache_dtypes
     assert OWN_CACHE in CpuAttnBackend.supported_kv_cache_dtypes
 
