@@ -443,7 +443,7 @@ class KVCache:
         dtypes = _BLOCK_DTYPES
         if name == "v_scale" and isinstance(self.k_scale, BlockScales):
             dtypes = (self.k_scale.blocks.dtype,)
-        elif self.stored_dtype in _SIDES:
+        elif self.stored_dtype in _SIDES:  # found by this dtype
             dtypes = (blocks.dtype,)
         is_right = isinstance(blocks, Tensor) and blocks.dtype in dtypes and list(blocks.shape) == shape
         if not is_right or (blocks.shape[3] > 1 and blocks.stride(3) != 1):

@@ -24,7 +24,7 @@ def model(tmp_path):
 
 
 def largest_of_first_layer(folder, texts):
-    """The largest K, after RoPE, and the largest V, of projections alone."""
+    """The largest K and V, computed from the projections without attention. K is after RoPE."""
     model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     layer, largest = model.model.layers[0], [0.0, 0.0]
     for text in texts:
