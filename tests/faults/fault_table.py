@@ -459,6 +459,20 @@ FAULTS = (
         ("tests/adapters/sglang",),
     ),
     Fault(
+        "SGLang: a prompt of one new token is planned as a decode",
+        "attn_backend/adapters/sglang/plan.py",
+        "prompts=batch.prompts",
+        "prompts=None",
+        (*SGLANG, "-k", "cached_prefix"),
+    ),
+    Fault(
+        "SGLang: KV tiles of a window begin where the new tokens' window begins",
+        "attn_backend/adapters/sglang/plan.py",
+        "_WHOLE_KV_TILES if compat.deterministic() else 1",
+        "1",
+        (*SGLANG, "-k", "cached_prefix"),
+    ),
+    Fault(
         "a batch-invariant plan treats the last row of a prompt as a decode",
         "csrc/planner/work_list.h",
         "  return qo_len == 1 && (level.prompts == nullptr || level.prompts[index] == 0);\n",

@@ -228,7 +228,8 @@ MODULES = {
     },
     "sglang": {
         "sglang.srt.server_args": "ATTENTION_BACKEND_CHOICES DETERMINISTIC_ATTENTION_BACKEND_CHOICES "
-        "DRAFT_ATTENTION_BACKEND_CHOICES add_draft_attention_backend_choices",
+        "RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND DRAFT_ATTENTION_BACKEND_CHOICES "
+        "add_draft_attention_backend_choices",
         "sglang.srt.layers.sampler": "_CUSTOM_SAMPLER_FACTORIES _SamplingMaskCapture "
         "top_k_top_p_min_p_sampling_from_probs_torch",
         "sglang.srt.layers.attention.base_attn_backend": "SharedReadEnds",
@@ -265,6 +266,7 @@ CALLS = {
         "sglang.srt.layers.attention.attention_registry:register_attention_backend": (1, ""),
         "sglang.srt.server_args:add_attention_backend_choices": (1, ""),
         "sglang.srt.server_args:add_deterministic_attention_backend_choices": (1, ""),
+        "sglang.srt.server_args:add_radix_supported_deterministic_attention_backend_choices": (1, ""),
         "sglang.srt.layers.attention.attention_registry:attn_backend_wrapper": (2, ""),
         "sglang.srt.layers.sampler:register_sampler_backend": (2, ""),
         "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool.set_kv_buffer": (4, ""),

@@ -31,10 +31,9 @@ def register_backend(name: str, create: Callable[[Any], Any]) -> None:
 
     Registering the same name again only replaces the factory.
 
-    It also joins the backends that --enable-deterministic-inference allows, but not the backends that keep
-    the radix cache on: if all but one token of a prompt are cached, the step is a decode, whose bits differ
-    from a prefill's. SGLang's other lists of names (chunked prefix cache of MLA models) stand for features
-    that this backend does not have.
+    It also joins the backends that --enable-deterministic-inference allows, with the radix cache on: a prompt
+    has the same bits, whatever part of it is cached (BSRView.prompts). SGLang's other lists of names (chunked
+    prefix cache of MLA models) stand for features that this backend does not have.
 
     Raises:
         RuntimeError: the registry is not where the known releases have it.
@@ -52,6 +51,8 @@ def register_backend(name: str, create: Callable[[Any], Any]) -> None:
         add_attention_backend_choices([name])
     if name not in getattr(server_args, "DETERMINISTIC_ATTENTION_BACKEND_CHOICES", [name]):
         server_args.add_deterministic_attention_backend_choices([name])
+    if name not in getattr(server_args, "RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND", [name]):
+        server_args.add_radix_supported_deterministic_attention_backend_choices([name])
 
 
 PHASES = ("prefill", "decode")

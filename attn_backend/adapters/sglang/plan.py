@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class Step:
         has_prefixes: whether a request may have tokens that are not in Q.
         tree: TreeMask.visible, if the new tokens are trees.
         slots: replace req_to_token (drafts.branch_slots()).
+        prompts: BSRView.prompts, in deterministic mode.
     """
 
     num_rows: int
@@ -47,6 +49,7 @@ class Step:
     has_prefixes: bool = True
     tree: Tensor | None = None
     slots: Tensor | None = None
+    prompts: Tensor | None = None
 
 
 class BatchReader:
@@ -61,12 +64,14 @@ class BatchReader:
         self._has_items = bool(compat.setting("exec.features.enable_mis", False))
         self._has_spans = wants_spans(runner)
         self._draft_tokens = verified_tokens(runner)
+        self._is_deterministic = compat.deterministic()
 
     def allocate(self, max_rows: int, max_batch: int) -> None:
         """Makes the buffers, before anything is captured."""
         self._max_batch = max_batch
         self._arange = torch.arange(max_batch + 1, dtype=torch.int32, device=self._device)
         self._qo_indptr = torch.zeros(max_batch + 1, dtype=torch.int32, device=self._device)
+        self._ones = torch.ones(max_batch, dtype=torch.int32, device=self._device)
         self._one_qo_indptr, self._one_qo_len = self._qo_indptr[:2], self._qo_indptr[1:2]
         self.trees = TreeMasks(max_batch, self._draft_tokens, drafts_are_trees(), self._device)
         self._spans = Spans(max_rows if self._has_spans else 0, self._device)
@@ -117,7 +122,14 @@ class BatchReader:
             kv_lens,
             rows,
             has_prefixes=has_prefixes,
+            prompts=self._all_prompts(batch_size) if self._is_deterministic else None,
         )
+
+    def _all_prompts(self, batch_size: int) -> Tensor:
+        """In extends all requests are prompts: rules.py refuses steps that mix them with decodes."""
+        if batch_size > self._max_batch:
+            return torch.ones(batch_size, dtype=torch.int32, device=self._device)
+        return self._ones[:batch_size]
 
     def _read_drafts(self, spec_info: Any, prefix_lens: Tensor, rows: Tensor) -> Step:
         batch_size, draft_len = rows.shape[0], int(spec_info.draft_token_num)
@@ -249,6 +261,7 @@ class StepPlanner:
             causal=planned._causal,
             window_left=planned._window_left,
             kv_offsets=tokens_before if planned._needs_variant else None,
+            prompts=batch.prompts,
         )
         self.current.plan(view, variant_args=None if spec.has_alibi else self.arguments)
         return self.current
@@ -262,6 +275,11 @@ class StepPlanner:
             large = large.with_room(max_rows=2 * batch.num_rows, max_batch=batch_size)
         self._large = large
         return large
+
+
+# Tokens of a whole number of KV tiles of any kernel. In deterministic mode a row's KV tiles begin at the same
+# tokens, whatever part of its prompt is cached.
+_WHOLE_KV_TILES = 128
 
 
 def page_table(
@@ -290,6 +308,7 @@ def page_table(
         window,
         window_slots.mapping,
         page_size,
+        begins_at=_WHOLE_KV_TILES if compat.deterministic() else 1,
     )
 
 
@@ -356,6 +375,7 @@ def window_page_table(
     window_left: int,
     full_to_window: Tensor,
     page_size: int,
+    begins_at: int = 1,
 ) -> tuple[PageTable, Tensor]:
     """The pages of the tokens that any query of a request can see, in the window pool's numbering.
 
@@ -374,18 +394,28 @@ def window_page_table(
         full_to_window: int64 [slots of the full pool + 1], SGLang's mapping. Slots outside the window may map
             anywhere.
         page_size: tokens.
+        begins_at: the table begins at a multiple of this number of tokens. Entries before the first page that
+            a query sees repeat this page.
 
     Returns:
         The table, and int32 [batch]: the tokens of each request in front of it, for masks over positions.
     """
     max_tokens = req_to_token.shape[1]
-    first_page = (kv_lens - qo_lens - window_left).clamp_(min=0)
+    seen_page = (kv_lens - qo_lens - window_left).clamp_(min=0)
     if page_size > 1:
-        first_page = torch.div(first_page, page_size, rounding_mode="floor")
-    # page_size - 1: the first page may start before the window does
-    visible = min(max_qo_len + window_left + page_size - 1, max_tokens)
+        seen_page = torch.div(seen_page, page_size, rounding_mode="floor")
+    step = lcm(page_size, begins_at)
+    # step - 1: the table may start before the window does
+    visible = min(max_qo_len + window_left + step - 1, max_tokens)
     pages_per_row = -(-visible // page_size)
-    columns = (first_page[:, None] + torch.arange(pages_per_row, device=rows.device)) * page_size
+    pages_of_row = torch.arange(pages_per_row, device=rows.device)
+    if step == page_size:
+        first_page = seen_page
+        columns = (first_page[:, None] + pages_of_row) * page_size
+    else:
+        steps = step // page_size
+        first_page = torch.div(seen_page, steps, rounding_mode="floor") * steps
+        columns = torch.maximum(first_page[:, None] + pages_of_row, seen_page[:, None]) * page_size
     slots = req_to_token[rows[:, None], columns.clamp_(max=max_tokens - 1)]
     pages = full_to_window[slots]
     if page_size > 1:

@@ -34,6 +34,7 @@ REFUSED_OPTIONS = (
     "--enable-unified-memory",  # req_to_token would hold virtual slots
     "--dllm-algorithm",
 )
+DETERMINISTIC, MIXED_CHUNKS = "--enable-deterministic-inference", "--enable-mixed-chunk"
 REFUSED_PARALLELISM = {  # what to use instead
     "--dcp-size": "--attention-backend triton (flashinfer for MLA)",
     "--attn-cp-size": "another --attention-backend",
@@ -141,6 +142,18 @@ def unsupported_algorithm(name: str) -> Refusal | None:
 def unsupported_option(option: str) -> Refusal:
     """option: one of REFUSED_OPTIONS, which is given."""
     return Refusal(option, "leave it out, or use another --attention-backend")
+
+
+def unsupported_deterministic(*, has_latents: bool, has_mixed_chunks: bool) -> Refusal | None:
+    """For a server with --enable-deterministic-inference.
+
+    In a mixed step SGLang turns a decode into a prompt of one token, which has other bits.
+    """
+    if has_latents:
+        return Refusal(f"MLA with {DETERMINISTIC}", "use --attention-backend fa3 or triton")
+    if has_mixed_chunks:
+        return Refusal(f"{MIXED_CHUNKS} with {DETERMINISTIC}", f"leave out {MIXED_CHUNKS}")
+    return None
 
 
 def unsupported_ranks(option: str, size: int) -> Refusal | None:
@@ -264,6 +277,10 @@ def _refusals(
     yield from (Refusal(what, OTHER_BACKEND) for what in _latents(model, device) if what is not None)
     yield from _prompts(model, options)
     yield from _of_options(options)
+    if DETERMINISTIC[2:] in options:
+        yield unsupported_deterministic(
+            has_latents=model.latents is not None, has_mixed_chunks=MIXED_CHUNKS[2:] in options
+        )
     if options.get("kv-cache-dtype") == MXFP4:
         yield from _fp4(model, device, options, all_heads)
     for heads in all_heads if model.latents is None else ():

@@ -75,6 +75,13 @@ def check_runner(runner: Any) -> None:
         has_window_pool = isinstance(runner.token_to_kv_pool, SWAKVPool)
         refuse_if(rules.unsupported_spans(type(runner.model).__name__, chunk, has_window_pool))
     _check_settings()
+    if compat.deterministic():
+        has_mixed_chunks = bool(compat.setting("schedule.enable_mixed_chunk", False))
+        refuse_if(
+            rules.unsupported_deterministic(
+                has_latents=has_latents(runner), has_mixed_chunks=has_mixed_chunks
+            )
+        )
     if drafts_in_blocks(runner):
         check_drafts(runner)
 

@@ -143,6 +143,39 @@ def test_bits_do_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> Non
         )
 
 
+@pytest.mark.parametrize(("page_size", "hybrid"), [(1, False), (16, True), (1, True)])
+def test_bits_do_not_depend_on_the_cached_prefix(
+    page_size: int, hybrid: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the engine's deterministic mode: a whole prompt, and its last tokens after a cached prefix.
+
+    A single token is a prompt, too, unless the step is a decode.
+    """
+    monkeypatch.setattr(compat, "deterministic", lambda: True)
+    layers = (LayerShape(window=20), LayerShape(), LayerShape(window=7, logit_cap=5.0))
+    engine = FakeEngine(layers, page_size=page_size, hybrid=hybrid, max_tokens=1600)
+    backend = SGLangAttentionBackend(engine.runner())
+    lens = [1500, 70, 1]
+    batch = engine.batch(ForwardMode.EXTEND, [0, 1, 2], lens)
+    backend.init_forward_metadata(batch)
+    given = [engine.tensors(batch, layer_id) for layer_id in range(len(layers))]
+    whole = [
+        backend.forward(*qkv, layer, batch).split(lens)
+        for qkv, layer in zip(given, engine.model, strict=True)
+    ]
+    for rest in (1, 2, 15, 16, 17, 63, 64, 65, 700):
+        new_lens = [min(rest, length) for length in lens]
+        for request, length, new in zip(engine.requests, lens, new_lens, strict=False):
+            request.length = length - new
+        batch = engine.batch(ForwardMode.EXTEND, [0, 1, 2], new_lens)
+        backend.init_forward_metadata(batch)
+        for (q, _, _), layer, expected in zip(given, engine.model, whole, strict=True):
+            last = torch.cat([rows[-new:] for rows, new in zip(q.split(lens), new_lens, strict=True)])
+            out = backend.forward(last, None, None, layer, batch, save_kv_cache=False).split(new_lens)
+            for i, rows in enumerate(out):
+                assert torch.equal(rows, expected[i][-len(rows) :]), (rest, i)
+
+
 def test_layers_of_one_kind_share_a_plan() -> None:
     backend = SGLangAttentionBackend(FakeEngine(WINDOWED).runner())
     assert len(plans_of(backend)) == 3

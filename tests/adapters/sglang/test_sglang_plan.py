@@ -38,17 +38,28 @@ def test_window_pages_hold_what_a_query_sees(seed: int, page_size: int) -> None:
     for row, first in zip(rows.tolist(), first_seen, strict=True):
         mapping[table[row, : first // page_size * page_size].long()] = -1
     given = qo_lens[0] if is_uniform else torch.tensor(qo_lens)
-    pages, before = window_page_table(
-        table, rows, torch.tensor(kv_lens), given, max(qo_lens), window, mapping, page_size
-    )
-    assert before.dtype == torch.int32
-    for i, (row, first, kv_len) in enumerate(zip(rows.tolist(), first_seen, kv_lens, strict=True)):
-        begin = int(before[i])
-        assert begin <= first
-        assert int(pages.kv_lens[i]) == kv_len - begin
-        for token in range(first, kv_len):
-            page, place = divmod(token - begin, page_size)
-            assert int(pages.indices[i, page]) * page_size + place == int(mapping[table[row, token]])
+    for begins_at in (1, 16, 48):
+        pages, before = window_page_table(
+            table,
+            rows,
+            torch.tensor(kv_lens),
+            given,
+            max(qo_lens),
+            window,
+            mapping,
+            page_size,
+            begins_at=begins_at,
+        )
+        assert before.dtype == torch.int32
+        assert not (before % begins_at).any()
+        for i, (row, first, kv_len) in enumerate(zip(rows.tolist(), first_seen, kv_lens, strict=True)):
+            begin = int(before[i])
+            assert begin <= first
+            assert int(pages.kv_lens[i]) == kv_len - begin
+            assert (pages.indices[i, : -(-(kv_len - begin) // page_size)] >= 0).all()
+            for token in range(first, kv_len):
+                page, place = divmod(token - begin, page_size)
+                assert int(pages.indices[i, page]) * page_size + place == int(mapping[table[row, token]])
 
 
 @pytest.mark.parametrize("seed", range(6))

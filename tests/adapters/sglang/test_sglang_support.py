@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
 
 from attn_backend.adapters import layers
-from attn_backend.adapters.sglang import backend, compat, register
+from attn_backend.adapters.sglang import backend, compat, register, rules
 from attn_backend.adapters.sglang.compat import NAME
 
 
@@ -59,13 +59,13 @@ def test_pools_that_do_more_than_copy_write_for_themselves(monkeypatch: pytest.M
     assert not compat.copies_to_slots(counting)
 
 
-def test_deterministic_inference_is_allowed_without_the_radix_cache() -> None:
+def test_deterministic_inference_is_allowed_with_the_radix_cache() -> None:
     if not hasattr(server_args, "DETERMINISTIC_ATTENTION_BACKEND_CHOICES"):
         pytest.skip(f"SGLang {compat.release()} has no list of deterministic backends")
     register()
     register()
     assert server_args.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.count(NAME) == 1
-    assert NAME not in getattr(server_args, "RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND", [])
+    assert server_args.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND.count(NAME) == 1
 
 
 @pytest.fixture
@@ -102,6 +102,23 @@ def test_deterministic_inference_is_batch_invariant(
     with context.override_server_args(enable_deterministic_inference=deterministic):
         backend.SGLangAttentionBackend(FakeEngine().runner())
     assert made == [(True, deterministic)]
+
+
+def test_what_deterministic_inference_excludes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "deterministic", lambda: True)
+    monkeypatch.setattr(
+        compat,
+        "setting",
+        lambda path, default: True if path == "schedule.enable_mixed_chunk" else default,
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"--enable-mixed-chunk with --enable-deterministic-inference: leave out --enable-mixed-chunk$",
+    ):
+        backend.SGLangAttentionBackend(FakeEngine().runner())
+    refused = rules.unsupported_deterministic(has_latents=True, has_mixed_chunks=False)
+    assert refused is not None
+    assert refused.what == "MLA with --enable-deterministic-inference"
 
 
 def test_a_package_that_cannot_be_loaded_is_no_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
