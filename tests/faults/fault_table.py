@@ -473,6 +473,13 @@ FAULTS = (
         (*SGLANG, "-k", "cached_prefix"),
     ),
     Fault(
+        "vLLM: a prompt of one new token is planned as a decode",
+        "attn_backend/adapters/vllm/compat.py",
+        "or not is_prefilling.any()",
+        "or True",
+        (*VLLM, "-k", "cached_prefix"),
+    ),
+    Fault(
         "a batch-invariant plan treats the last row of a prompt as a decode",
         "csrc/planner/work_list.h",
         "  return qo_len == 1 && (level.prompts == nullptr || level.prompts[index] == 0);\n",
@@ -668,7 +675,7 @@ FAULTS = (
     Fault(
         "SGLang: no page for a window that starts within one",
         "attn_backend/adapters/sglang/plan.py",
-        "max_qo_len + window_left + page_size - 1, max_tokens)",
+        "max_qo_len + window_left + step - 1, max_tokens)",
         "max_qo_len + window_left, max_tokens)",
         ("tests/adapters/sglang/test_sglang_backend.py", "-k", "sliding_windows and True and 16"),
     ),

@@ -51,7 +51,7 @@ MEMBERS = {
         "vllm.v1.attention.backend:CommonAttentionMetadata": (
             "query_start_loc query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound num_actual_tokens "
             "max_query_len max_seq_len block_table_tensor "
-            "slot_mapping causal mm_req_doc_ranges"
+            "slot_mapping causal mm_req_doc_ranges is_prefilling"
         ),
         "vllm.v1.attention.backend:AttentionType": "DECODER ENCODER_ONLY ENCODER_DECODER",
         "vllm.v1.attention.backend:AttentionCGSupport": "ALWAYS UNIFORM_BATCH UNIFORM_SINGLE_TOKEN_DECODE",

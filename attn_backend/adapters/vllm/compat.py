@@ -150,6 +150,20 @@ def batch_invariant() -> bool:
     return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
 
 
+def prompts_of(metadata: CommonAttentionMetadata) -> torch.Tensor | None:
+    """BSRView.prompts of a step, in the batch invariant mode. Does not wait for the device.
+
+    None: no request is a prompt, or vLLM does not say (warm-up, drafts).
+    """
+    is_prefilling: torch.Tensor | None = getattr(metadata, "is_prefilling", None)  # [requests], on the host
+    if is_prefilling is None or not batch_invariant() or not is_prefilling.any():
+        return None
+    device, batch = metadata.seq_lens.device, metadata.seq_lens.shape[0]
+    prompts = torch.zeros(batch, dtype=torch.int32, pin_memory=device.type == "cuda")
+    prompts[: is_prefilling.shape[0]] = is_prefilling[:batch]  # without the padding of graphs
+    return prompts.to(device, non_blocking=True)
+
+
 def attention_impls(vllm_config: VllmConfig, layer_names: list[str]) -> Iterator[Any]:
     """The attention implementations behind the named layers; nothing for names that the engine does not know
     (its own attention tests).

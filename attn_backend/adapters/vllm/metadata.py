@@ -84,6 +84,7 @@ class AttnMetadata(AttentionMetadata):
     slot_mapping: torch.Tensor  # int64 [tokens]
     causal: bool
     shared: dict[LayerSpec, SharedAttention]
+    prompts: torch.Tensor | None = None  # BSRView.prompts
     context_parallel: ContextParallel | None = None
     # With context_parallel:
     has_context: bool = True  # whether a request may have tokens before the step
@@ -233,6 +234,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             slot_mapping=cm.slot_mapping,
             causal=cm.causal,
             shared=self.shared,
+            prompts=compat.prompts_of(cm),
             context_parallel=self.context_parallel,
             has_context=self.context_parallel is None or has_context(cm),
             single_tokens=self.context_parallel is not None
@@ -269,6 +271,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
                     PageTable.ragged(qo_indptr) if shared.of_this_step else table,
                     causal=shared.causal and metadata.causal,
                     window_left=shared.window_left,
+                    prompts=metadata.prompts,
                 )
                 shared.attention.plan(view, variant_args=shared.plan_arguments)
             if shared.context is not None:
@@ -279,6 +282,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
         """Plans again from the same tensors with new contents, inside the CUDA graph of a draft loop."""
         if self.spans is not None:
             self.spans.clear()
+        metadata.prompts = None
         self.plan(metadata)
 
 

@@ -272,6 +272,7 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     # A context token costs such a request 2 * (576 + 512) operations for each row, instead of 2 * (192 + 128)
     # and 2 * 512 * 256 to decompress it.
     reorder_batch_threshold: int = 128
+    _prompts: Tensor | None = None  # BSRView.prompts of the step that is built
     _prefill_backend: Any  # which MLACommonMetadataBuilder makes, plans and hands to the layers
 
     def __init__(
@@ -339,6 +340,12 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         shares_kv = vllm_config.parallel_config.decode_context_parallel_size > 1
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if shares_kv else cls._cudagraph_support
 
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any
+    ) -> MLACommonMetadata:
+        self._prompts = compat.prompts_of(common_attn_metadata)
+        return super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
+
     def _build_decode(
         self, block_table_tensor: Tensor, seq_lens_device: Tensor, *args: Any, **kwargs: Any
     ) -> MlaDecodeMetadata:
@@ -350,7 +357,8 @@ class MlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         """
         batch, starts = seq_lens_device.shape[0], kwargs["query_start_loc_device"]
         table = PageTable.block_table(block_table_tensor[:batch], seq_lens_device, self.page_size)
-        self.decode_attention.plan(BSRView(starts[: batch + 1], table, causal=True))
+        prompts = None if self._prompts is None else self._prompts[:batch]
+        self.decode_attention.plan(BSRView(starts[: batch + 1], table, causal=True, prompts=prompts))
         export_counts(logger)
         return MlaDecodeMetadata(
             block_table_tensor,

@@ -409,6 +409,36 @@ def test_bits_do_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> Non
         )
 
 
+@pytest.mark.parametrize("window", [None, 50])
+def test_bits_do_not_depend_on_the_cached_prefix(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With VLLM_BATCH_INVARIANT=1: whole prompts, and their last tokens after a cached prefix.
+
+    A decode in the batch keeps its bits.
+    """
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    impl, cache = make_impl(sliding_window=window), make_cache("NHD")
+    kv_lens = [180, 70, 1, 390]
+    batch = make_batch([180, 70, 1, 1], kv_lens, table_width=25)
+    batch.metadata.is_prefilling = torch.tensor([True, True, True, False])
+    builder = make_builder([impl])
+    k, v = fill_cache(cache, batch)
+    query, output = run_layer(impl, builder.build(0, batch.metadata), batch, cache, k, v)
+    whole = list(zip(query.split(batch.query_lens), output.split(batch.query_lens), strict=True))
+    for rest in (1, 2, 15, 16, 17, 63, 64, 65):
+        query_lens = [min(rest, length) for length in batch.query_lens]
+        some = make_batch(query_lens, kv_lens, table_width=25, padding=2).metadata
+        some.block_table_tensor[:4] = batch.metadata.block_table_tensor
+        some.is_prefilling = batch.metadata.is_prefilling  # without padding, as in vLLM's newer model runner
+        rows = torch.cat([q[-new:] for (q, _), new in zip(whole, query_lens, strict=True)])
+        out = torch.full((len(rows) + 2, *rows.shape[1:]), torch.nan)
+        impl.forward(None, torch.cat([rows, rows[:2]]), None, None, cache, builder.build(0, some), out)
+        (shared,) = builder.shared.values()
+        schedule = shared.attention.schedule()
+        assert schedule.of_groups("kind")[:4].tolist() == [schedule.max_kind] * 3 + [0]
+        for i, last in enumerate(out[: len(rows)].split(query_lens)):
+            assert torch.equal(last, whole[i][1][-len(last) :]), (rest, i)
+
+
 def test_maxima() -> None:
     assert workspace_maxima(make_config()) == (256, 8)
     graphs = SimpleNamespace(max_cudagraph_capture_size=512, static_forward_context={})

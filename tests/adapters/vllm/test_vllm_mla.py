@@ -276,6 +276,31 @@ def test_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
         row += query_len
 
 
+def test_bits_do_not_depend_on_the_cached_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In batch invariant mode: whole prompts, and their last tokens after a cached prefix."""
+    monkeypatch.setattr(compat, "batch_invariant", lambda: True)
+    kv_lens = [150, 70, 1]
+    problem, batch = Problem(), make_batch(kv_lens, kv_lens, table_width=16)
+    batch.metadata.is_prefilling = torch.tensor([True] * 3)
+    problem.run(batch)
+    q = torch.randn(sum(kv_lens), HEADS, LATENT + ROPE)
+    whole, _ = problem.impl.forward_mqa(q, problem.cache, problem.metadata, problem.layer)
+    for rest in (1, 2, 17, 64):
+        query_lens = [min(rest, length) for length in kv_lens]
+        some = make_batch(query_lens, kv_lens, table_width=16).metadata
+        some.block_table_tensor = batch.metadata.block_table_tensor
+        some.seq_lens_cpu_upper_bound = some.seq_lens
+        some.is_prefilling = batch.metadata.is_prefilling
+        rows, expected = (
+            torch.cat([x[-new:] for x, new in zip(all_rows.split(kv_lens), query_lens, strict=True)])
+            for all_rows in (q, whole)
+        )
+        out, _ = problem.impl.forward_mqa(rows, problem.cache, problem.builder.build(0, some), problem.layer)
+        schedule = problem.builder.decode_attention.schedule()
+        assert (schedule.of_groups("kind") == schedule.max_kind).all()
+        assert out.equal(expected), rest
+
+
 def test_deployments_that_are_refused() -> None:
     parallel = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=2)
     with pytest.raises(NotImplementedError, match="prefill context parallelism"):
