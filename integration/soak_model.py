@@ -3,7 +3,7 @@
     python -m integration.soak_model FOLDER [--family qwen3_next]
     python -m integration.soak --engine vllm --model FOLDER ...
 
-Needs transformers and tokenizers.
+Needs transformers, tokenizers and safetensors.
 """
 
 from __future__ import annotations
@@ -15,13 +15,22 @@ import string
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from integration.command_line import one_of
 from integration.tiny_models import hybrids
 
 FAMILIES = {
     name: getattr(hybrids, name)
-    for name in ("qwen3_next", "qwen3_5", "falcon_h1", "granite4", "nemotron_h", "lfm2")
+    for name in (
+        "qwen3_next",
+        "qwen3_next_mtp",
+        "qwen3_5",
+        "falcon_h1",
+        "granite4",
+        "nemotron_h",
+        "lfm2",
+    )
 }
 SPECIAL = ("<pad>", "<s>", "</s>")
 WORD = "Ġ"  # a space, in byte-level tokenizers
@@ -36,6 +45,8 @@ SIZES = {
 }
 
 
+# Scales of a model with drafts: the next token then depends mostly on the last one.
+EMBEDDING, DRAFTED_EMBEDDING = 64.0, 4.0
 # GDN's: blocks are then shorter than prompts, and prefixes are cached
 SMALL_STATES = {"linear_num_value_heads": 2}
 
@@ -66,6 +77,16 @@ def write_text_tokenizer(folder: Path) -> int:
     return len(tokens)
 
 
+def add_drafts(folder: Path) -> None:
+    """Adds a layer that drafts the next token from the last one, so that some drafts are accepted."""
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    hybrids.add_mtp_layer(weights)
+    fc = weights["mtp.fc.weight"]  # its inputs: the last token's embedding, then the model's state
+    weights["mtp.fc.weight"] = DRAFTED_EMBEDDING * torch.eye(*fc.shape)
+    save_file(weights, path, {"format": "pt"})
+
+
 def make(folder: Path, family: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     pad, bos, eos = range(len(SPECIAL))
@@ -79,7 +100,11 @@ def make(folder: Path, family: str) -> None:
         for parameter in model.parameters():
             if parameter.ndim >= 2:
                 parameter.normal_(0, 1.2 * parameter.shape[-1] ** -0.5)
+        if family == "qwen3_next_mtp":
+            model.get_input_embeddings().weight *= EMBEDDING
     model.save_pretrained(folder)
+    if family == "qwen3_next_mtp":
+        add_drafts(folder)
 
 
 def main() -> None:

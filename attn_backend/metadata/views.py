@@ -268,8 +268,7 @@ class BSRView:
             a window) there may also be fewer tokens: see `has_slots`.
         prompts: int32 [batch], contiguous: not 0 for a request whose rows are the end of a prompt. Only plans
             with `batch_invariant` read it. A row of a prompt then has the same bits, however many tokens of
-            the prompt are in the cache already. Tests have shown this on CPUs, not on GPUs yet. None: a
-            single row is a decode.
+            the prompt are in the cache already. None: a single row is a decode.
 
     Raises:
         ValueError: an argument of the wrong structure, or on another device than the table.

@@ -30,6 +30,8 @@ OURS = "ours" if "--backend" in sys.argv and sys.argv[sys.argv.index("--backend"
 ON_CPU = "--device" in sys.argv and sys.argv[sys.argv.index("--device") + 1] == "cpu"
 SHIMS = Path(__file__).resolve().parents[1] / "sglang_cpu"
 GPU_OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "mem_fraction_static": 0.9, "cuda_graph_max_bs_decode": 4}
+# By default states would take a share of all memory, which the engines of other families need.
+GPU_OPTIONS["max_mamba_cache_size"] = 64
 # By default there would be a prefill graph for each of some 50 numbers of tokens, up to max_total_tokens; all
 # questions together have fewer than 256.
 GPU_OPTIONS |= {"cuda_graph_bs_prefill": [16, 64, 256], "cuda_graph_max_bs_prefill": 256}
