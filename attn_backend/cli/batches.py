@@ -101,6 +101,7 @@ class DumpFile(PlanOptions):
     max_batch: Count
     num_pages: Count | None = None
     variant: str | None = None  # its name; the command plans without it
+    prompts: list[Int32] | None = None  # BSRView.prompts
 
 
 class TraceLine(BaseModel):
@@ -127,6 +128,7 @@ class Batch:
         settings: the file's PlanOptions, except page_size.
         fault: why ATTN_BACKEND_DUMP wrote the file; "": it did not.
         max_batch: most requests of the plan; None: as many as there are.
+        prompts: BSRView.prompts, as a list.
     """
 
     title: str
@@ -137,6 +139,7 @@ class Batch:
     settings: dict[str, Any] = field(default_factory=dict)
     fault: str = ""
     max_batch: int | None = None
+    prompts: list[int] | None = None
 
     def __post_init__(self) -> None:
         for name, lens in (("qo_lens", self.qo_lens), ("kv_lens", self.kv_lens)):
@@ -150,7 +153,8 @@ class Batch:
             [(kv_len - 1) % self.page_size + 1 for kv_len in self.kv_lens], dtype=torch.int32
         )
         table = PageTable.csr(_indptr(map(len, self.block_table)), pages, last_page_len, self.page_size)
-        return BSRView(_indptr(self.qo_lens), table, causal, window_left)
+        prompts = None if self.prompts is None else torch.tensor(self.prompts, dtype=torch.int32)
+        return BSRView(_indptr(self.qo_lens), table, causal, window_left, prompts=prompts)
 
 
 def read_batch(arguments: argparse.Namespace) -> Batch:
@@ -228,6 +232,13 @@ def _from_dump(dump: DumpFile, title: str, page_size: int | None) -> Batch:
         len(dump.qo_indptr),
         f"len(kv_lens) + 1 = {len(kv_lens) + 1}",
     )
+    prompts = dump.prompts
+    require(
+        prompts is None or len(prompts) == len(kv_lens),
+        "prompts",
+        prompts,
+        f"a list of len(kv_lens) = {len(kv_lens)} numbers",
+    )
     require(
         table is None or len(table) == len(kv_lens),
         "block_table",
@@ -261,6 +272,7 @@ def _from_dump(dump: DumpFile, title: str, page_size: int | None) -> Batch:
         dump.model_dump(include=PlanOptions.model_fields.keys() - {"page_size"}, exclude_unset=True),
         dump.fault,
         dump.max_batch,
+        prompts,
     )
 
 

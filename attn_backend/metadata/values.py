@@ -17,11 +17,13 @@ def describe_batch(view: BSRView) -> dict[str, Any]:
     stay as they are. Copies from the device, so it waits.
 
     Returns:
-        qo_indptr, kv_lens and page_size. Except for ragged K and V also block_table: the pages of each
-        request that its length needs and its row of the table has.
+        qo_indptr, kv_lens and page_size, and prompts if the view has them. Except for ragged K and V also
+        block_table: the pages of each request that its length needs and its row of the table has.
     """
     table, page_size = view.table, view.table.page_size
     batch: dict[str, Any] = {"qo_indptr": view.qo_indptr.tolist(), "page_size": page_size}
+    if view.prompts is not None:
+        batch["prompts"] = view.prompts.tolist()
     if table.indices is None:
         return batch | {"kv_lens": table.lengths().tolist()}
     # Only the batch's part is copied: an engine's table has room for all its requests.

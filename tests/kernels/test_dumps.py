@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from attn_backend import Attention, BSRView, KVCache, PageTable
+from attn_backend.cli.batches import from_json
 from attn_backend.cli.main import main
 from attn_backend.kernels import attention as kernels
 from attn_backend.kernels.attention import DumpingAttention
@@ -167,6 +168,26 @@ def test_the_file_has_the_options_of_the_plan(folder: Path, capsys: Capture) -> 
         "block_table": [[0, 1]],
     }
     assert replay(only_file(folder), capsys)[0] == 0
+
+
+def test_the_file_has_the_prompts(folder: Path, capsys: Capture) -> None:
+    attention = make(batch_invariant=True)
+    prompts = torch.tensor([1, 0], dtype=torch.int32)
+    attention.plan(BSRView(torch.tensor([0, 1, 2]), table([20, 33]), prompts=prompts))
+    clamp(attention, "kPageIndexInvalid")
+    with pytest.raises(ValueError, match="outside the cache"):
+        attention.raise_for_errors()
+    path = only_file(folder)
+    batch = json.loads(path.read_text())
+    assert batch["prompts"] == [1, 0]
+    view = from_json(path).view()
+    assert view.prompts is not None
+    assert view.prompts.tolist() == [1, 0]
+    path.write_text(json.dumps(batch | {"prompts": [1]}))
+    assert replay(path, capsys) == (
+        2,
+        "attn-backend plan: prompts is [1], must be a list of len(kv_lens) = 2 numbers\n",
+    )
 
 
 def test_other_tables_are_written_too(folder: Path, capsys: Capture) -> None:
