@@ -19,19 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from integration.command_line import one_of
 from integration.tiny_models import hybrids
+from integration.tiny_models.compare import HYBRIDS
 
-FAMILIES = {
-    name: getattr(hybrids, name)
-    for name in (
-        "qwen3_next",
-        "qwen3_next_mtp",
-        "qwen3_5",
-        "falcon_h1",
-        "granite4",
-        "nemotron_h",
-        "lfm2",
-    )
-}
+# muse_glimmer takes images
+FAMILIES = {name: getattr(hybrids, name) for name in HYBRIDS if name != "muse_glimmer"}
 SPECIAL = ("<pad>", "<s>", "</s>")
 WORD = "Ġ"  # a space, in byte-level tokenizers
 SIZES = {

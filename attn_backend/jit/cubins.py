@@ -4,7 +4,7 @@ cubin; a variant's kernel for the CPU is a shared library.
 The manifest (manifest.py) lists the kernels and generates their sources. A kernel is first looked up in the
 package (`cubins/<arch>/<name>.cubin`, added when the wheel was built). The second place is the cache
 (kernel_cache.py), under a key that hashes everything the compiler would read. If it is missing or damaged in
-both, nvcc compiles it into the cache (compilers.py).
+both, a compiler writes it to the cache (compilers.py): nvcc or NVRTC, for a CPU a C++ compiler.
 """
 
 from __future__ import annotations

@@ -253,7 +253,8 @@ class Design:
     Attributes:
         name: of the folder.
         archs: of the GPUs that run it.
-        cubins: maps the names of its kernels in design.h to the names of their cubins (attention_name()).
+        cubins: maps the names of its kernels in design.h to stems. attention_name() makes the names of cubins
+            from them.
         serves: whether it has kernels for heads; the bool: under a variant that transforms Q, K or V. Heads
             that it does not support go to the next design.
         multiplies_float8: multiplies e4m3 Q and K directly, for heads of MULTIPLIED_FLOAT8_HEAD_DIMS.

@@ -82,7 +82,7 @@ ON_GPU_OPTIONS |= {
         "cudagraph_capture_sizes": [1, 2, 4],
     }
 }
-# FlashInfer's kernel, the default on Hopper, compiles for minutes.
+# FlashInfer's kernel for GDN, the default on Hopper, compiles for minutes.
 ON_GPU_OPTIONS["additional_config"] = {"gdn_prefill_backend": "triton"}
 ON_GPU_OPTIONS |= {"attention_backend": "CUSTOM"} if OURS == "ours" else {}
 # for most drafts vLLM would choose a backend by itself

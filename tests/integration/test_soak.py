@@ -342,6 +342,21 @@ def test_a_load_tells_what_it_saw_each_minute(monkeypatch, capsys) -> None:
     assert all(line.endswith(" requests, 0 errors") for line in lines)
 
 
+def test_a_hybrid_with_drafts_from_the_last_token(tmp_path):
+    pytest.importorskip("transformers", reason="needs the environment of `make test`")
+    from safetensors.torch import load_file
+
+    from integration.soak_model import make
+
+    make(tmp_path, "qwen3_next_mtp")
+    weights = load_file(tmp_path / "model.safetensors")
+    from_embedding, from_state = weights["mtp.fc.weight"].chunk(2, dim=1)
+    assert from_embedding.count_nonzero() == from_embedding.diagonal().count_nonzero() == len(from_embedding)
+    assert not from_state.any()
+    last = "layers.0.self_attn.q_proj.weight"
+    assert weights[f"mtp.{last}"].equal(weights[f"model.{last}".replace("0", "3")])
+
+
 def test_a_hybrid_whose_tokenizer_spells_json(tmp_path):
     pytest.importorskip("transformers", reason="needs the environment of `make test`")
     from integration.soak_model import make
