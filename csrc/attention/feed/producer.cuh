@@ -167,7 +167,8 @@ __device__ __forceinline__ void produce(const typename Traits::Params& tma_param
         const auto found = copier.found(tile, first_token, tiles_left(), Traits::kTakesPacked);
         cursor.now.kv_tile += Traits::kTakesPacked ? 2 : 1;
         const bool last = cursor.now.kv_tile >= end;
-        if (!kIsWide) wait_for_part<Traits>(shared, place, for_mma || tiles_after_mma > 0);
+        // Tiles that stay packed are always limited. A test at run time would spill registers.
+        if (!kIsWide) wait_for_part<Traits>(shared, place, Traits::kTakesPacked || for_mma || tiles_after_mma > 0);
         // Where stages are not divided, one warpgroup frees an item's last tile for both, and the other only waits on
         // its barrier. The other one must observe the phase before the stage is refilled, or it would wait for a later
         // phase of the same parity. While few parts are in flight, refilling the stage requires freed parts of the next

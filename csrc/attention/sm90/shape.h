@@ -106,10 +106,13 @@ ATTN_HD constexpr Tuning tuning(HeadDims dims, KvForm kv = 2) {
 }
 
 /// Of kernels whose row tiles of 16 rows multiply packed tiles (packed_decode.cuh). Their consumers need more
-/// registers.
+/// registers. With heads of 64, parts are half as large, and all may be in flight.
 ATTN_HD constexpr Tuning for_packed(Tuning tuning) {
   tuning.max_parts_in_flight = tuning.kv_stages * tuning.stage_parts;
-  if (tuning.max_qk > 64) tuning.producer_registers = 88;
+  if (tuning.max_qk > 64) {
+    tuning.max_parts_in_flight = min_of(8, tuning.max_parts_in_flight);
+    tuning.producer_registers = 88;
+  }
   return tuning;
 }
 
