@@ -185,7 +185,10 @@ def read_both(
             stored = (elements.float() * scale[..., None]).to(dtype).double().flatten(0, 1)
         expected = held(x[slots], of_side, dtype)
         tolerance = 1e-2 if dtype == torch.bfloat16 else 2e-3 if dtype == torch.float16 else 1e-5
-        close = torch.isclose(stored[slots], expected, rtol=tolerance, atol=1e-12)
+        size = expected.abs()
+        if of_side == INT4:  # rotated back, a row's small elements have the rounding of its large ones
+            size = size.amax(-1, keepdim=True)
+        close = (stored[slots] - expected).abs() <= tolerance * size + 1e-12
         assert close.double().mean() > 0.98
         # of the largest elements in e4m3 and e2m1; an int4 step is spread over the row
         of_largest = {INT4: 7, NVFP4: 3}.get(str(of_side), 13)
