@@ -675,7 +675,7 @@ FAULTS = (
     Fault(
         "SGLang: no page for a window that starts within one",
         "attn_backend/adapters/sglang/plan.py",
-        "max_qo_len + window_left + step - 1, max_tokens)",
+        "max_qo_len + window_left + unit - 1, max_tokens)",
         "max_qo_len + window_left, max_tokens)",
         ("tests/adapters/sglang/test_sglang_backend.py", "-k", "sliding_windows and True and 16"),
     ),
@@ -724,7 +724,7 @@ FAULTS = (
     Fault(
         "SGLang: chunks counted from the window pool's first token",
         "attn_backend/adapters/sglang/plan.py",
-        "kv_offsets=tokens_before if planned._needs_variant else None",
+        "kv_offsets=tokens_before if planner._needs_variant else None",
         "kv_offsets=None",
         SGLANG,
     ),

@@ -222,7 +222,7 @@ class SGLangAttentionBackend(AttentionBackend):
 
     # Running.
 
-    def forward_decode(
+    def _append_and_attend(
         self,
         q: Tensor,
         k: Tensor | None,
@@ -248,7 +248,7 @@ class SGLangAttentionBackend(AttentionBackend):
         # Whisper's forward() is not under torch.no_grad(), and neither are SGLang's captures of decode graphs
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **extra)
+                return self._append_and_attend(q, k, v, layer, forward_batch, save_kv_cache, **extra)
         q_rope, k_rope = extra.pop("q_rope", None), extra.pop("k_rope", None)
         sinks = self._sinks(layer, extra) if extra else None
         known = self._layers.get(layer) or self._remember(layer)
@@ -301,7 +301,7 @@ class SGLangAttentionBackend(AttentionBackend):
         )
         return out
 
-    forward_extend = forward_decode
+    forward_decode = forward_extend = _append_and_attend
 
     def _write(
         self, k: Tensor, k_rope: Tensor | None, v: Tensor, kv: KVCache, layer: RadixAttention, slots: Tensor

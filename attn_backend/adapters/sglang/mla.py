@@ -35,7 +35,7 @@ def is_sparse(runner: Any) -> bool:
     return has_latents(runner) and bool(is_deepseek_dsa(runner.model_config.hf_config))
 
 
-def unsupported_sparse(runner: Any) -> str | None:
+def unsupported_indexer(runner: Any) -> str | None:
     """Why this backend cannot serve a model with an indexer, or None."""
     config, pool = runner.model_config.hf_config, runner.token_to_kv_pool
     names = {
@@ -67,7 +67,7 @@ def unsupported_sparse(runner: Any) -> str | None:
 def unsupported(runner: Any) -> str | None:
     """Why this backend cannot serve a model with latents, or None."""
     if is_sparse(runner):
-        return unsupported_sparse(runner)
+        return unsupported_indexer(runner)
     pool = runner.token_to_kv_pool
     if (what := rules.unsupported_pool([base.__name__ for base in type(pool).__mro__])) is not None:
         return what

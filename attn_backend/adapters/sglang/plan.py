@@ -244,23 +244,23 @@ class StepPlanner:
             page_size: tokens.
             window_slots: of a hybrid pool.
         """
-        planned = self
+        planner = self
         if batch.tree is not None:
             assert self.of_trees is not None
-            planned = self.of_trees
-        spec = planned.spec
+            planner = self.of_trees
+        spec = planner.spec
         table, tokens_before = page_table(spec, batch, req_to_token, page_size, window_slots)
-        self.current = planned._attention_for(batch)
-        self.logits_soft_cap = planned._soft_cap
+        self.current = planner._attention_for(batch)
+        self.logits_soft_cap = planner._soft_cap
         self.arguments = None
-        if planned._needs_variant:
+        if planner._needs_variant:
             self.arguments = variant_args_of(spec, spans=batch.spans, items=batch.items, tree=batch.tree)
         view = BSRView(
             batch.qo_indptr,
             table,
-            causal=planned._causal,
-            window_left=planned._window_left,
-            kv_offsets=tokens_before if planned._needs_variant else None,
+            causal=planner._causal,
+            window_left=planner._window_left,
+            kv_offsets=tokens_before if planner._needs_variant else None,
             prompts=batch.prompts,
         )
         self.current.plan(view, variant_args=None if spec.has_alibi else self.arguments)
@@ -404,17 +404,17 @@ def window_page_table(
     seen_page = (kv_lens - qo_lens - window_left).clamp_(min=0)
     if page_size > 1:
         seen_page = torch.div(seen_page, page_size, rounding_mode="floor")
-    step = lcm(page_size, begins_at)
-    # step - 1: the table may start before the window does
-    visible = min(max_qo_len + window_left + step - 1, max_tokens)
+    unit = lcm(page_size, begins_at)
+    # unit - 1: the table may start before the window does
+    visible = min(max_qo_len + window_left + unit - 1, max_tokens)
     pages_per_row = -(-visible // page_size)
     pages_of_row = torch.arange(pages_per_row, device=rows.device)
-    if step == page_size:
+    if unit == page_size:
         first_page = seen_page
         columns = (first_page[:, None] + pages_of_row) * page_size
     else:
-        steps = step // page_size
-        first_page = torch.div(seen_page, steps, rounding_mode="floor") * steps
+        pages_per_unit = unit // page_size
+        first_page = torch.div(seen_page, pages_per_unit, rounding_mode="floor") * pages_per_unit
         columns = torch.maximum(first_page[:, None] + pages_of_row, seen_page[:, None]) * page_size
     slots = req_to_token[rows[:, None], columns.clamp_(max=max_tokens - 1)]
     pages = full_to_window[slots]

@@ -233,7 +233,7 @@ def captures_single_tokens_alone(vllm_config: VllmConfig) -> bool:
     return vllm_config.speculative_config is None and mode.mixed_mode() != CUDAGraphMode.FULL
 
 
-def is_prefix_lm(vllm_config: VllmConfig) -> bool:
+def has_image_spans(vllm_config: VllmConfig) -> bool:
     """Whether tokens of an image see each other, left and right (Gemma 3, the larger models of Gemma 4)."""
     return bool(getattr(vllm_config.model_config, "is_mm_prefix_lm", False))
 

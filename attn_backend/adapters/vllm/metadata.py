@@ -126,11 +126,11 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
         max_rows, max_batch = workspace_maxima(vllm_config)
         refuse_if(
             unsupported_feature(vllm_config)
-            or unsupported_cache(vllm_config, kv_cache_spec)
+            or unsupported_dtypes(vllm_config, kv_cache_spec)
             or unsupported_invariance(max_batch, device)
             or unsupported_context_parallelism(vllm_config, 1 if group is None else group.world_size)
         )
-        if group is not None and (self.chunked or compat.is_prefix_lm(vllm_config)):
+        if group is not None and (self.chunked or compat.has_image_spans(vllm_config)):
             refuse(f"masks of chunks or images with decode context parallelism ({ONE_RANK})")
 
         self.page_size: int = kv_cache_spec.block_size
@@ -166,7 +166,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
                 )
         self.spans = (
             outside_memory_pools(lambda: Spans(max_rows, device), device)
-            if compat.is_prefix_lm(vllm_config)
+            if compat.has_image_spans(vllm_config)
             else None
         )
         chunk = compat.chunk_of(kv_cache_spec) if self.chunked else 0
@@ -323,8 +323,8 @@ def query_dtype(vllm_config: Any, kv_cache_spec: Any) -> torch.dtype:
     return getattr(vllm_config.model_config, "dtype", kv_cache_spec.dtype)
 
 
-def unsupported_cache(vllm_config: Any, kv_cache_spec: Any) -> str | None:
-    """Why a KV cache cannot be read, or None."""
+def unsupported_dtypes(vllm_config: Any, kv_cache_spec: Any) -> str | None:
+    """Why a cache of another dtype than the model's cannot be read, or None."""
     model_dtype = query_dtype(vllm_config, kv_cache_spec)
     is_mixed = {kv_cache_spec.dtype, model_dtype} == {torch.bfloat16, torch.float16}
     if kv_cache_spec.dtype != model_dtype and not is_mixed and not is_in_bytes(kv_cache_spec):

@@ -73,7 +73,7 @@ def unsupported_feature(vllm_config: VllmConfig) -> str | None:
     keeps_images_whole = getattr(vllm_config.scheduler_config, "disable_chunked_mm_input", False)
     return unsupported_model(
         has_rswa=getattr(vllm_config.model_config, "rswa_window", None) is not None,
-        splits_images=compat.is_prefix_lm(vllm_config) and not keeps_images_whole,
+        splits_images=compat.has_image_spans(vllm_config) and not keeps_images_whole,
         is_diffusion=getattr(vllm_config, "diffusion_config", None) is not None,
         prefill_ranks=getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1),
     )
