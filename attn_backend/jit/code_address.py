@@ -122,7 +122,9 @@ def publish_code_addresses(cubin: Path) -> list[str]:
         variables = address_variables(content)
         completed = with_address(content, variables, complete=True)
     except Exception as error:  # pyelftools raises many types, or is missing; kernels run anyway
-        warn_once(f"compiled kernels do not say where their code lies ({type(error).__name__}: {error})")
+        _warn_of_slower_kernels(
+            f"compiled kernels do not say where their code lies ({type(error).__name__}: {error})"
+        )
         return []
     if variables:
         cubin.write_bytes(completed)
@@ -185,8 +187,10 @@ def do_without(error: RuntimeError) -> None:
     if rejected or not Settings.read().prefetch_code or not isinstance(error, RejectedKernelError):
         raise error
     rejected.append(str(error))
-    warn_once(f"kernels are used without addresses of their code, since the driver rejects them ({error})")
+    _warn_of_slower_kernels(
+        f"kernels are used without addresses of their code, since the driver rejects them ({error})"
+    )
 
 
-def warn_once(text: str) -> None:
+def _warn_of_slower_kernels(text: str) -> None:
     progress.warn_once(f"attn_backend: {text}. Attention is slower by a few percent.")

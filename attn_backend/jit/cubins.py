@@ -29,7 +29,7 @@ from .manifest import (
     runnable_archs,
 )
 
-# Not imported from kernels/native.py, which needs tvm-ffi: `make wheel` compiles the kernels without it.
+# Here and not in kernels/native.py, which needs tvm-ffi: `make wheel` compiles the kernels without it.
 PACKAGE = Path(__file__).resolve().parent.parent
 # Where this process found each kernel: "shipped" in the package, "cached", or "compiled" now.
 origins: dict[Path, str] = {}
@@ -47,7 +47,7 @@ def kernel_sources(arch: str) -> dict[str, str]:
     return {name: kernel.source for name, kernel in manifest.kernels(arch).items()}
 
 
-def _source_of(name: str, arch: str) -> str:
+def _source_or_raise(name: str, arch: str) -> str:
     """The source of a kernel that is built ahead of time, or of a kernel for another head_dim.
 
     Raises:
@@ -85,7 +85,7 @@ def arch_of(capability: tuple[int, int]) -> str:
 COMMON_FLAGS = ("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xptxas=-v")
 
 
-def flags(arch: str) -> list[str]:
+def arch_flags(arch: str) -> list[str]:
     """Compiler flags of an arch. sm_80 includes PTX, so that every newer GPU can run it."""
     return [*COMMON_FLAGS, f"-I{source_root()}", *BUILDS[arch].flags]
 
@@ -111,7 +111,7 @@ def cache_key(source: str, arch: str, compiler: str) -> str:
 
 
 def _source_key(source: str, arch: str) -> str:
-    return content_key(source, [arch, *(flag for flag in flags(arch) if not flag.startswith("-I"))])
+    return content_key(source, [arch, *(flag for flag in arch_flags(arch) if not flag.startswith("-I"))])
 
 
 def content_key(source: str, how: Sequence[str]) -> str:
@@ -128,12 +128,12 @@ def content_key(source: str, how: Sequence[str]) -> str:
 
 def cached_kernel(name: str, arch: str, compiler: str) -> Path:
     """Where the cache keeps a kernel, which may be missing or damaged."""
-    return cache_dir() / arch / f"{name}-{cache_key(_source_of(name, arch), arch, compiler)}.cubin"
+    return cache_dir() / arch / f"{name}-{cache_key(_source_or_raise(name, arch), arch, compiler)}.cubin"
 
 
 def _cached_by_any_compiler(name: str, arch: str) -> Path | None:
     """An undamaged cached kernel of the current source, compiled by any nvcc, perhaps on another machine."""
-    pattern = f"{name}-{_source_key(_source_of(name, arch), arch)}-*.cubin"
+    pattern = f"{name}-{_source_key(_source_or_raise(name, arch), arch)}-*.cubin"
     folder = kernel_cache.place(cache_dir() / arch / pattern)[0].parent
     return next((entry for entry in sorted(folder.glob(pattern)) if not kernel_cache.fault(entry)), None)
 
@@ -168,7 +168,7 @@ def compile_kernel(name: str, arch: str, ahead: Callable[[], str] | None = None)
         RuntimeError: there is no compiler, or it failed (the message has its output), or the result cannot
             be saved, or compiling is switched off.
     """
-    source = _source_of(name, arch)
+    source = _source_or_raise(name, arch)
     path = nvcc()
     what = f"kernel {name} for {arch}"
     if path is None:
@@ -176,7 +176,7 @@ def compile_kernel(name: str, arch: str, ahead: Callable[[], str] | None = None)
     entry = _entry(
         what,
         cached_kernel(name, arch, path),
-        lambda: compile_source(name, source, flags(arch), path, what),
+        lambda: compile_source(name, source, arch_flags(arch), path, what),
         ahead,
     )
     return entry, kernel_cache.report(entry)
@@ -562,7 +562,7 @@ def compile_ahead(
     rotation: bool = False,
 ) -> list[Path]:
     """Compiles all missing kernels of a variant. targets: from target_of(), or "cpu", which uses `isa`.
-    design_name: of manifest.DESIGNS; None: each target's default.
+    design_name: a key of manifest.DESIGNS; None: each target's default.
 
     Raises:
         ValueError: the design does not serve these heads with this variant.

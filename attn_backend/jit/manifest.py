@@ -248,10 +248,11 @@ _SHIPPED_CACHES = (
 
 @dataclass(frozen=True)
 class Design:
-    """A design of the attention kernel: a folder of csrc/attention/ with a design.h.
+    """A design of the attention kernel.
 
     Attributes:
-        name: of the folder.
+        name: a value of Attention(kernel=...).
+        folder: of csrc/attention/, with the design's design.h; also its name in KernelDesign.
         archs: of the GPUs that run it.
         cubins: maps the names of its kernels in design.h to stems. attention_name() makes the names of cubins
             from them.
@@ -263,6 +264,7 @@ class Design:
     """
 
     name: str
+    folder: str
     archs: tuple[str, ...]
     cubins: dict[str, str]
     serves: Callable[[HeadDims, bool], bool] = lambda dims, transforms: True
@@ -281,19 +283,23 @@ class Design:
         )
 
 
-# Keys are the values of Attention(kernel=...). By default, a GPU uses the first design that it can run and
-# that supports the heads. The last one supports all heads on CUDA. sm90_gather: for caches that TMA cannot
-# describe.
+# By name. By default, a GPU uses the first design that it can run and that supports the heads. The last one
+# supports all heads on CUDA. sm90_gather: for caches that TMA cannot describe.
 DESIGNS = {
-    "hopper": Design(
-        "sm90",
-        (SM90,),
-        {"attention": "sm90", "attention_rows": "sm90_gather"},
-        lambda dims, transforms: not (transforms and dims.is_wide),  # its kernels for wide heads have no room
-        multiplies_float8=True,
-        reads_dequantized=True,
-    ),
-    "generic": Design("sm80", ARCHS, {"attention": "sm80"}),
+    design.name: design
+    for design in (
+        Design(
+            "hopper",
+            "sm90",
+            (SM90,),
+            {"attention": "sm90", "attention_rows": "sm90_gather"},
+            # its kernels for wide heads have no room
+            lambda dims, transforms: not (transforms and dims.is_wide),
+            multiplies_float8=True,
+            reads_dequantized=True,
+        ),
+        Design("generic", "sm80", ARCHS, {"attention": "sm80"}),
+    )
 }
 
 

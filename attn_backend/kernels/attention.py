@@ -175,9 +175,9 @@ class AttentionConfig:
 
     @property
     def design_name(self) -> str:
-        """The design's name in manifest.DESIGNS, or 'cpu'."""
+        """'hopper', 'generic' or 'cpu'."""
         design = self.design
-        return next((name for name, known in manifest.DESIGNS.items() if known is design), "cpu")
+        return design.name if design else "cpu"
 
     def cascade_under(self, variant: Variant | None) -> bool | str:
         """Whether plans look for shared prefixes. A variant may transform tokens by request: then requests
@@ -205,7 +205,7 @@ class AttentionConfig:
             max_levels=self.max_levels,
             num_ctas=self.num_ctas or 0,
             cascade=values_of("CascadeMode")[CASCADE_MODES[self.cascade_under(variant)]],
-            design=values_of("KernelDesign")[design.name if design else "cpu"],
+            design=values_of("KernelDesign")[design.folder if design else "cpu"],
             device=self.device.index or 0,
             batch_invariant=self.batch_invariant,
             on_cuda=self.device.type == "cuda",

@@ -16,7 +16,7 @@ import tvm_ffi
 
 from ..jit import manifest
 from ..jit.code_address import RejectedKernelError
-from ..jit.cubins import arch_of, find_kernel
+from ..jit.cubins import PACKAGE, arch_of, find_kernel
 from ..metadata.kv_cache import CacheDtype, cache_dtype
 from ..stored_formats import FORMATS
 from ..validation import dtype_name
@@ -51,8 +51,6 @@ class InUseError(RuntimeError):
 
 
 LIBRARY_ERRORS = (RejectedKernelError, MissingKernelError, InUseError)
-
-PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def library_path() -> Path:

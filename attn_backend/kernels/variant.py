@@ -181,9 +181,7 @@ class AttentionVariant:
             self._target = cubins.target_of(torch.cuda.get_device_capability(device))
             arch = cubins.arch_of_target(self._target)
             if design is not manifest.default_design(arch, dims, variant.has_transforms):
-                self._options = (
-                    f" --kernel {next(name for name, known in manifest.DESIGNS.items() if known is design)}"
-                )
+                self._options = f" --kernel {design.name}"
             shape = manifest.KernelShape(
                 manifest.ELEMENT_NAMES[self._dtype], dims, self._kv_element, float8_q, float8_out, rotation
             )

@@ -267,8 +267,8 @@ def _float(value: float) -> str:
     return f"{text}f" if "." in text or "e" in text else f"{text}.0f"
 
 
-def source_of(bodies: Sequence[Body]) -> str:
-    """The whole file. UserVariant is the only body, or has one member per body.
+def whole_source(bodies: Sequence[Body]) -> str:
+    """The file of a variant. UserVariant is the only body, or has one member per body.
 
     Bodies without hooks and parameters, for masks that are intervals, generate nothing: alibi() & causal()
     has the source of alibi().

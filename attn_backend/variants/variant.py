@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..validation import check_int, check_types, describe, refuse, require
-from .cpp import HOOKS, TRANSFORMS, Body, PairLayout, body_from, has_bias_slope, hook, pairs_of, source_of
+from .cpp import HOOKS, TRANSFORMS, Body, PairLayout, body_from, has_bias_slope, hook, pairs_of, whole_source
 from .expressions import SCORE, bias_slope, constant, is_interval, mask_visibility
 from .params import MAX_BYTES, Layout, Param, check_value, params_from
 from .reference import Reference, ReferenceFunctions
@@ -145,7 +145,7 @@ class Variant:
                     f"names"
                 )
         checks = _checks(layout.bytes, fields["uses_softmax"], fields["has_transforms"])
-        fields["source"] = source_of(bodies).replace(
+        fields["source"] = whole_source(bodies).replace(
             "\n}  // namespace attn", f"\n{checks}\n}}  // namespace attn"
         )
         fields["user_sources"] = {k: v for part in parts for k, v in part.user_sources.items()} | (

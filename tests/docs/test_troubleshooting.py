@@ -190,7 +190,7 @@ def raised() -> Iterator[str]:
             if not isinstance(call, ast.Call) or not call.args:
                 continue
             name = ast.unparse(call.func)
-            warns = name.rpartition(".")[2] in ("warn", "warning", "warn_once")
+            warns = name.rpartition(".")[2].lstrip("_").startswith("warn")
             if not (isinstance(node, ast.Raise) or warns) or name in OF_ONE_FORM:
                 continue
             text = text_of(call.args[0])

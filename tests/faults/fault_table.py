@@ -998,7 +998,7 @@ FAULTS = (
     Fault(
         "cache key: without the compiler's flags",
         "attn_backend/jit/cubins.py",
-        ', *(flag for flag in flags(arch) if not flag.startswith("-I"))]',
+        ', *(flag for flag in arch_flags(arch) if not flag.startswith("-I"))]',
         "]",
         CUBINS,
     ),

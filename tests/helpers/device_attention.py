@@ -184,7 +184,7 @@ def library(
     )
     text += f"constexpr void (*kDequantize)(attn::DequantizeParams) = {dequantize};\n"
     name = manifest.attention_name(next(iter(cubins.values())), shape, name)
-    source, options = emulation.TESTS / "device_attention.cpp", ["-Og", f"-DDESIGN=attn::{design.name}"]
+    source, options = emulation.TESTS / "device_attention.cpp", ["-Og", f"-DDESIGN=attn::{design.folder}"]
     made = emulation.build(
         folder, name, source, header=text, options=options, precompiled=source.with_suffix(".h")
     )

@@ -67,7 +67,7 @@ def compiled(text: str, folder: Path, arch: str = "sm_90a") -> Path:
     compiler = cubins.nvcc()
     assert compiler is not None
     subprocess.run(
-        [compiler, *cubins.flags(arch), str(source), "-o", str(cubin)], check=True, capture_output=True
+        [compiler, *cubins.arch_flags(arch), str(source), "-o", str(cubin)], check=True, capture_output=True
     )
     return cubin
 

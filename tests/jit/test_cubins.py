@@ -206,7 +206,7 @@ def test_key_follows_flags_and_arch(
     source, compiler = fake.sources["k"], str(fake.nvcc)
 
     def key(*flags: str, arch: str = "sm_90a") -> str:
-        monkeypatch.setattr(cubins, "flags", lambda arch: list(flags))
+        monkeypatch.setattr(cubins, "arch_flags", lambda arch: list(flags))
         return cubins.cache_key(source, arch, compiler)
 
     first = key("-O3", "-I/here")

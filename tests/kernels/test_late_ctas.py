@@ -49,7 +49,7 @@ def compiled(folder: Path, name: str, source: str) -> str:
     if compiler is None:
         pytest.skip("needs nvcc")
     arch = cubins.arch_of(torch.cuda.get_device_capability())
-    cubin, _ = cubins.compile_source(name, source, cubins.flags(arch), compiler, name)
+    cubin, _ = cubins.compile_source(name, source, cubins.arch_flags(arch), compiler, name)
     file = folder / f"{name}.cubin"
     file.write_bytes(cubin)
     return str(file)

@@ -84,7 +84,9 @@ def test_names_of_values_are_those_of_the_library() -> None:
     assert set(native.ALL_DTYPES.values()) == values_of("DataType").keys()
     assert {*SCALED_DTYPES, SCALED_LATENT_DTYPE} == native.KV_DTYPES.keys()
     assert set(attention.CASCADE_MODES.values()) == values_of("CascadeMode").keys()
-    assert {"cpu", *(design.name for design in manifest.DESIGNS.values())} == values_of("KernelDesign").keys()
+    assert {"cpu", *(design.folder for design in manifest.DESIGNS.values())} == values_of(
+        "KernelDesign"
+    ).keys()
     assert values_of("Limit")["kMaxLevels"] == MAX_LEVELS
     for columns, struct in ((schedule.GROUP_COLUMNS, "RowGroup"), (schedule.TILE_COLUMNS, "RowTile")):
         assert set(columns) < set(dtype_of(struct).names)
@@ -92,7 +94,7 @@ def test_names_of_values_are_those_of_the_library() -> None:
 
 def test_designs_have_a_folder_and_cubins() -> None:
     for design in manifest.DESIGNS.values():
-        assert (ROOT / "csrc" / "attention" / design.name / "design.h").exists()
+        assert (ROOT / "csrc" / "attention" / design.folder / "design.h").exists()
         for arch in design.archs:
             shapes = [
                 manifest.KernelShape(element, HeadDims.of(dim))
