@@ -324,7 +324,7 @@ class Heads:
     def o_dtype(self) -> torch.dtype:
         return torch.float8_e4m3fn if self.float8_out else self.dtype
 
-    @property
+    @cached_property
     def is_over_float8(self) -> bool:
         """Whether K and V have scales."""
         return self.kv_dtype in SCALED_DTYPES

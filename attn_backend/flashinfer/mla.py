@@ -220,9 +220,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
                 self._refuse_columns(q_pe=q_pe, kpe_cache=kpe_cache)
                 q_rope, is_one = None, ckv_cache.shape[0] > 0
             k, v, k_rope = (
-                (ckv_cache, None, kpe_cache)
-                if is_one and not self._planned.is_interpreted
-                else (*self._joined(ckv_cache, kpe_cache), None)
+                (ckv_cache, None, kpe_cache) if is_one else (*self._joined(ckv_cache, kpe_cache), None)
             )
             return self._run(
                 q_nope,

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..kernels.attention import Attention
 from ..kernels.native import is_captured
 from ..metadata import BSRView, Composition
-from ..validation import check_handle, explain_failure, refuse
+from ..validation import explain_failure, refuse
 from ..variants import Variant, builtin
 from .arguments import (
     NO_POS_ENCODING,
@@ -153,9 +153,7 @@ class PlannedAttention:
         self._last_plan: tuple[Composition | BSRView, Heads, Logits, bool] | None = None
         self._args: Args | None = None
         self._soft_cap = 0.0
-        self.is_interpreted = False  # whether the variant is; runs then take MLA's K in one tensor
-        self._is_float8 = self._has_float8_out = self._out_has_qs_dtype = self._out_is_like_q = False
-        self._like_lse: Tensor | None = None  # has the last lse's shape
+        self._is_float8 = self._has_float8_out = self._out_has_dtype_of_q = False
 
     @property
     def max_rows(self) -> int:
@@ -271,13 +269,8 @@ class PlannedAttention:
             float8_out=heads.float8_out,
         )
         self._made_for = made_for
-        self._like_lse = None
-        self._is_float8 = heads.is_over_float8
-        bound = self._attention._variant
-        self.is_interpreted = bound is not None and bound.is_interpreted
-        self._has_float8_out = heads.float8_out
-        self._out_has_qs_dtype = heads.q_dtype == heads.o_dtype
-        self._out_is_like_q = self._out_has_qs_dtype and heads.head_dims.v == heads.head_dims.qk
+        self._is_float8, self._has_float8_out = heads.is_over_float8, heads.float8_out
+        self._out_has_dtype_of_q = heads.q_dtype == heads.o_dtype
         return self._attention
 
     def run(
@@ -304,7 +297,7 @@ class PlannedAttention:
         Args:
             k, v: [pages, page_size, num_kv_heads, head_dim]; or ragged, [tokens, num_kv_heads, head_dim],
                 with is_hnd [num_kv_heads, tokens, head_dim]. With k_rope, k has the MLA latents, and v is
-                None; not if is_interpreted.
+                None.
             scales: of Q, K and logits.
             q_rope, k_rope: the last columns of MLA's Q and K; k_rope directly follows k in memory.
             kv_scale: of latents.
@@ -321,16 +314,16 @@ class PlannedAttention:
         if attention is None or self._last_plan is None:
             raise ValueError("run() before a successful plan()")
         rows, params, needs_sinks = q.shape[0], scales.params, sinks is not None and not self._with_sinks
-        if rows > attention.max_rows or needs_sinks or not self._with_scales.issuperset(params):
+        if rows > attention.max_rows or needs_sinks or (params and not self._with_scales.issuperset(params)):
             attention = self._plan_again(rows, needs_sinks, scales)
         if args is None:
             args = self._args
         if params:
             args = {**args, **params} if args else params
-        of_v, after = (
-            (None, None) if v_scale is None else scale_of_v(v_scale, self._is_float8, attention.num_kv_heads)
-        )
         of_k: Scale | None = scales.k
+        of_v = after = None
+        if v_scale is not None:
+            of_v, after = scale_of_v(v_scale, self._is_float8, attention.num_kv_heads)
         if kv_scale is not None:
             of_k = of_v = kv_scale
         out_scale: Scale | None = None
@@ -338,22 +331,14 @@ class PlannedAttention:
             if after is not None and not isinstance(after, Tensor) and after <= 0.0:
                 refuse("v_scale", after, "above 0 with outputs of float8_e4m3fn")
             out_scale, after = 1.0 if after is None else 1.0 / after, None
-        made = out
         try:
-            if lse is not None:
-                check_handle("lse", lse)
-            elif return_lse:
-                lse = self._new_lse(rows)
-            if made is None:
-                is_like_q = self._out_is_like_q if q_rope is None else self._out_has_qs_dtype
-                made = torch.empty_like(q) if is_like_q else attention._new_out(q, out_scale)
-            elif made.is_neg() or made.requires_grad:
-                check_handle("out", made)
-            attention._run_raw(
+            if out is None and q_rope is not None and self._out_has_dtype_of_q:
+                out = torch.empty_like(q)  # with q's strides, as in FlashInfer
+            made = attention._run_raw(
                 q,
                 k,
                 v,
-                made,
+                out,
                 lse,
                 scales.number,
                 self._soft_cap,
@@ -368,6 +353,7 @@ class PlannedAttention:
                 k_rope,
                 out_scale,
                 args,
+                return_lse,
             )
         except (
             AttributeError,
@@ -383,7 +369,7 @@ class PlannedAttention:
                     "q": q,
                     "k": k,
                     "v": v,
-                    "out": made,
+                    "out": out,
                     "lse": lse,
                     "sinks": sinks,
                     "q_rope": q_rope,
@@ -392,17 +378,8 @@ class PlannedAttention:
                 explain_failure((name, tensor) for name, tensor in given.items() if tensor is not None)
             raise
         if after is not None:
-            made.mul_(after)
-        return (made, lse) if return_lse and lse is not None else made
-
-    def _new_lse(self, rows: int) -> Tensor:
-        """float32 [rows, num_qo_heads], made from a tensor of that shape, which takes half the time."""
-        if self._like_lse is None or self._like_lse.shape[0] != rows:
-            assert self._attention is not None
-            self._like_lse = torch.empty(
-                1, self._attention.num_qo_heads, dtype=torch.float32, device=self.device
-            ).expand(rows, -1)
-        return torch.empty_like(self._like_lse)
+            (made[0] if isinstance(made, tuple) else made).mul_(after)
+        return made
 
     def _plan_again(self, rows: int, needs_sinks: bool, scales: Scales) -> Attention:
         """Repeats the last plan, with room for these rows, and for arguments that a run uses for the first

@@ -755,10 +755,14 @@ class Attention:
         # keeps the planned tensors alive while their pointers are in the workspace
         self._levels: Sequence[BSRView] = ()
         self._dumped_errors = 0  # of the last plan and its runs
+        # More than 30 attributes make each look-up slower (SHARED_KEYS_MAX_SIZE of CPython).
+        self._out_is_like_q = dims.qk == dims.v and q_dtype == dtype
+        # the last q's shape, and a tensor of its lse's shape
+        self._like_lse: tuple[torch.Size, Tensor] | None = None
 
         self._library = library()
         self._plan_level = by_name("plan_level")
-        self._run = in_order("run", _RUN_ARGUMENTS)  # run.cpp checks, attention.cpp launches
+        self._library_run = in_order("run", _RUN_ARGUMENTS)  # run.cpp checks, attention.cpp launches
         try:
             self._handle: int = self._library.attention_create(
                 self._config.pack(self._variant), self._config.kernel_files(self._variant)
@@ -1076,15 +1080,7 @@ class Attention:
             return (out, lse) if return_lse else out  # type: ignore[return-value]
         scale = self._sm_scale if sm_scale is None else sm_scale
         try:
-            if out is None:
-                out = self._new_out(q, out_scale)
-            elif out.is_neg() or out.requires_grad:
-                check_handle("out", out)
-            if lse is not None:
-                check_handle("lse", lse)
-            elif return_lse:
-                lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-            self._run_raw(
+            return self._run_raw(
                 q,
                 kv.k,
                 kv.v,
@@ -1103,6 +1099,7 @@ class Attention:
                 None,  # k_rope
                 out_scale if out_scale is None else checked_scale("out_scale", out_scale),
                 variant_args,
+                return_lse,
                 selected,
             )
         except (
@@ -1124,14 +1121,13 @@ class Attention:
                 selected=selected,
             )
             raise
-        return out if lse is None or not return_lse else (out, lse)
 
     def _run_raw(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor | None,
-        out: Tensor,
+        out: Tensor | None,
         lse: Tensor | None,
         sm_scale: float,
         logits_soft_cap: float,
@@ -1146,26 +1142,42 @@ class Attention:
         k_rope: Tensor | None,
         out_scale: Scale,
         variant_args: VariantArgs | None,
+        return_lse: bool,
         selected: SelectedTokens | None = None,
-    ) -> None:
-        """Runs the last plan, for `run` and for FlashInfer's wrappers, whose K and V come in more forms.
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Runs the last plan, for `run` and for FlashInfer's wrappers, whose K and V come in more forms. Only
+        this method calls the library's run.
 
         Arguments are positional, in the library's order: keywords would cost each layer a microsecond.
 
         Args:
             k, v: of a KVCache, or ragged: [tokens, num_kv_heads, head_dim], with is_hnd [num_kv_heads,
                 tokens, head_dim].
-            out, lse: already checked; so are the scales.
+            k_scale, v_scale, q_scale, out_scale: already checked.
             lse_to_base_2: lse is a binary logarithm.
-            k_rope: the last columns of MLA's K, directly after k in memory; v is then None. Not supported
-                under interpreted variants.
+            k_rope: the last columns of MLA's K, directly after k in memory; v is then None.
             The others: as in `run`.
+
+        Returns:
+            As `run`.
 
         Raises:
             ValueError: as `run`.
             AttributeError, OverflowError, RuntimeError, TypeError: an argument of a wrong type, or a failed
                 launch: explain_failed_run() finds the argument.
         """
+        if lse is not None:
+            check_handle("lse", lse)
+        elif return_lse:
+            like = self._like_lse
+            if like is None or like[0] != q.shape:
+                like = self._like_lse = q.shape, q.new_empty((), dtype=torch.float32).expand(q.shape[:2])
+            lse = torch.empty_like(like[1])  # takes half the time of new_empty
+        if out is None:
+            is_like_q = self._out_is_like_q and out_scale is None
+            out = torch.empty_like(q) if is_like_q else self._new_out(q, out_scale)
+        elif out.is_neg() or out.requires_grad:
+            check_handle("out", out)
         if q.is_neg() or q.requires_grad:
             check_handle("q", q)
         if q_rope is not None:
@@ -1184,7 +1196,7 @@ class Attention:
             and k_rope is None
             and not (is_hnd or lse_to_base_2)
         )
-        run = self._run
+        run = self._library_run
         if not is_plain:
             k_scales, k_factor = k_scale if isinstance(k_scale, BlockScales) else (k_scale, None)
             v_scales, v_factor = v_scale if isinstance(v_scale, BlockScales) else (v_scale, None)
@@ -1196,7 +1208,7 @@ class Attention:
             if selected is not None:
                 tensors = selected.for_library()
                 last = [tensors.get(name) for name in names_of("run")[len(_RUN_ARGUMENTS) :]]
-                run = lambda *given: self._run(*given, *last)  # noqa: E731
+                run = lambda *given: self._library_run(*given, *last)  # noqa: E731
         while True:
             try:
                 if is_plain:
@@ -1238,8 +1250,10 @@ class Attention:
                 self._note_refusal(error, self._levels, num_pages)
                 raise
         if variant is not None and variant.is_interpreted:
-            assert v is not None
-            if k.ndim == 3:  # ragged: one token per page
+            if v is None:  # with k_rope: MLA's K in pages of rows
+                k = k.as_strided((*k.shape[:2], 1, self.head_dim), (*k.stride()[:2], self.head_dim, 1))
+                v = k[..., : self.head_dim_v]
+            elif k.ndim == 3:  # ragged: one token per page
                 k, v = ((x.transpose(0, 1) if is_hnd else x).unsqueeze(1) for x in (k, v))
             variant.interpret(
                 self._levels,
@@ -1254,6 +1268,7 @@ class Attention:
             )
             if lse is not None and lse_to_base_2:
                 lse.mul_(LOG2_E)
+        return (out, lse) if return_lse else out  # type: ignore[return-value]
 
     def _new_out(self, q: Tensor, out_scale: Scale) -> Tensor:
         dtype = self.dtype if out_scale is None else torch.float8_e4m3fn
@@ -1377,9 +1392,9 @@ class DebugAttention(Attention):
         with self._until_done():
             super().plan(composition, variant_args=variant_args)
 
-    def _run_raw(self, *arguments: Any, **options: Any) -> None:
+    def _run_raw(self, *arguments: Any, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
         with self._until_done():
-            super()._run_raw(*arguments, **options)
+            return super()._run_raw(*arguments, **options)
 
     @contextmanager
     def _until_done(self) -> Iterator[None]:
@@ -1403,7 +1418,8 @@ class DumpingAttention(Attention):
         with suppress(ValueError):
             self.raise_for_errors()
 
-    def _run_raw(self, *arguments: Any, **options: Any) -> None:
-        super()._run_raw(*arguments, **options)
+    def _run_raw(self, *arguments: Any, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+        made = super()._run_raw(*arguments, **options)
         with suppress(ValueError):
             self.raise_for_errors()
+        return made

@@ -82,15 +82,15 @@ def _replace_run(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> No
     monkeypatch.setattr("attn_backend.kernels.attention.in_order", lambda function, names: run)
 
 
-def _by_attention_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def _by_attention_run(monkeypatch: pytest.MonkeyPatch) -> Run:
     """Attention._run_raw, implemented with Attention.run."""
     run_raw = Attention._run_raw
 
-    def run(attention: Attention, *arguments: Any) -> None:
+    def run(attention: Attention, *arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
         given = inspect.signature(run_raw).bind(attention, *arguments).arguments
         del given["self"]
         k, v, k_rope, is_hnd = (given.pop(name) for name in ("k", "v", "k_rope", "is_hnd"))
-        lse, lse_to_base_2 = given["lse"], given.pop("lse_to_base_2")
+        lse_to_base_2 = given.pop("lse_to_base_2")
         if k_rope is not None:
             k = torch.cat((k, k_rope), -1).unsqueeze(2)
             v = k[..., :LATENT]
@@ -98,9 +98,11 @@ def _by_attention_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         kv = kv.with_scales(given.pop("k_scale"), given.pop("v_scale"))
         with monkeypatch.context() as patch:
             patch.setattr(Attention, "_run_raw", run_raw)
-            attention.run(kv=kv, **given)
+            made: Tensor | tuple[Tensor, Tensor] = attention.run(kv=kv, **given)
+        lse = made[1] if isinstance(made, tuple) else given["lse"]
         if lse is not None and lse_to_base_2:
             lse.mul_(math.log2(math.e))
+        return made
 
     return run
 

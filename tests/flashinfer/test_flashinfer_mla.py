@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from flashinfer_oracle import DEVICES, attention, check, workspace
 from torch import Tensor
 
 from attn_backend import flashinfer
+from attn_backend.jit import compilers
 
 LATENT, ROPE = 512, 64
 SCALE = 192**-0.5
@@ -30,7 +32,12 @@ class Batch:
     kv_indices: Tensor
     kv_lens: Tensor
 
-    def plan(self, wrapper: flashinfer.BatchMLAPagedAttentionWrapper, causal: bool) -> None:
+    def plan(
+        self,
+        wrapper: flashinfer.BatchMLAPagedAttentionWrapper,
+        causal: bool,
+        sm_scale: Tensor | float = SCALE,
+    ) -> None:
         tables = self.qo_indptr, self.kv_indptr, self.kv_indices, self.kv_lens
         width = self.q.shape[-1] - LATENT
         wrapper.plan(
@@ -40,7 +47,7 @@ class Batch:
             width,
             self.cache.shape[1],
             causal,
-            SCALE,
+            sm_scale,
             self.q.dtype,
             self.cache.dtype,
         )
@@ -129,6 +136,23 @@ def test_without_a_rotated_part(device: str) -> None:
         batch.expected(True),
         2e-2,
     )
+
+
+@pytest.mark.parametrize("width", [LATENT + ROPE, LATENT])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_scales_of_requests_without_a_compiler(
+    width: int, page_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scales in a tensor are a variant, which is interpreted if nothing compiles it."""
+    monkeypatch.setenv("ATTN_BACKEND_CACHE", str(tmp_path))
+    monkeypatch.setattr(compilers, "cpp_compiler", lambda: None)
+    batch = make_batch([1, 3], [9, 70], page_size=page_size, width=width)
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace("cpu"))
+    batch.plan(wrapper, True, torch.full((2,), SCALE))
+    parts = *batch.q.split([LATENT, width - LATENT], -1), *batch.cache.split([LATENT, width - LATENT], -1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(wrapper.run(*parts, return_lse=True), batch.expected(True), 2e-2)
 
 
 @pytest.mark.parametrize("device", DEVICES)
