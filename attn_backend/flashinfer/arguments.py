@@ -193,11 +193,11 @@ def ragged_cache(k: Tensor, v: Tensor, kv_layout: str = "NHD", num_kv_heads: int
     if k.element_size() == 1 and k.dtype not in SCALED_DTYPES:
         not_supported(f"K and V of {k.dtype}")
     return KVCache.as_given(
-        _pages_of_one("k", k, kv_layout, num_kv_heads), _pages_of_one("v", v, kv_layout, num_kv_heads)
+        _ragged_pages("k", k, kv_layout, num_kv_heads), _ragged_pages("v", v, kv_layout, num_kv_heads)
     )
 
 
-def _pages_of_one(name: str, tensor: Tensor, kv_layout: str, num_kv_heads: int | None) -> Tensor:
+def _ragged_pages(name: str, tensor: Tensor, kv_layout: str, num_kv_heads: int | None) -> Tensor:
     """K or V of all requests, concatenated, as pages [tokens, 1, num_kv_heads, head_dim] of one token."""
     if tensor.ndim != 3:
         refuse(name, tensor, "a tensor of 3 dimensions")

@@ -114,7 +114,7 @@ class BatchAttention(Wrapper):
         if logits_soft_cap > 0 and logits_soft_cap != self._soft_cap:
             refuse("logits_soft_cap", logits_soft_cap, f"0, or that of the plan: {self._soft_cap}")
         kv = paged_cache(kv_cache, self._kv_layout)
-        return self._run(
+        return self._run_planned(
             q, kv.k, kv.v, self._scales(None, k_scale), out=out, lse=lse, return_lse=True, v_scale=v_scale
         )
 

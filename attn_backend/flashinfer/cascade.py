@@ -235,7 +235,7 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
         """
         self._check_planned()
         kv = paged_cache(paged_kv_cache, self._kv_layout)
-        return self._run(q, kv.k, kv.v, self._scales())
+        return self._run_planned(q, kv.k, kv.v, self._scales())
 
     forward = run
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..metadata import BSRView, PageTable
+from ..metadata.views import csr_lengths
 from ..validation import refuse, require
 from .arguments import (
     DType,
@@ -31,6 +32,19 @@ from .jit.attention import JitModule
 from .prefill import single_prefill_with_kv_cache_with_jit_module, single_request
 from .utils import MaskMode
 from .wrapper import Logits, Wrapper, keeps_splits, plain_logits
+
+__all__ = [
+    "BatchDecodeMlaWithPagedKVCacheWrapper",
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "cudnn_batch_decode_with_kv_cache",
+    "fast_decode_plan",
+    "single_decode_with_kv_cache",
+    "single_decode_with_kv_cache_with_jit_module",
+    "trtllm_batch_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache_mla",
+    "xqa_batch_decode_with_kv_cache",
+]
 
 
 class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
@@ -185,13 +199,13 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf, page_size
         )
         self._batch_invariant = keeps_splits(fixed_split_size, disable_split_kv)
-        self._plan_buffers(
+        self._plan_from_buffers(
             pos_encoding(pos_encoding_mode, rope_scale, rope_theta), window_left, logits_soft_cap
         )
 
     begin_forward = plan
 
-    def _plan_buffers(self, pos: PosEncoding, window_left: int, logits_soft_cap: float | None) -> None:
+    def _plan_from_buffers(self, pos: PosEncoding, window_left: int, logits_soft_cap: float | None) -> None:
         # Engines compare some of these with their own values.
         self._pos, self._window_left, self._logits_soft_cap = pos, window_left, logits_soft_cap or 0.0
         qo_indptr = indptr_of_equal(self._batch_size, self._q_len_per_req or 1, self.device)
@@ -204,8 +218,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         """
         if indptr.device.type != "cpu" or last_page_len.device.type != "cpu" or len(last_page_len) == 0:
             return
-        pages = indptr[1:] - indptr[:-1]
-        shortest = int(((pages - 1).clamp(min=0) * page_size + last_page_len * (pages > 0)).min())
+        shortest = int(csr_lengths(indptr, last_page_len, page_size).min())
         if shortest < q_len:
             refuse(
                 "kv_len",
@@ -319,7 +332,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             self._window_left,
             self._logits_soft_cap,
         ):
-            self._plan_buffers(pos, window_left, logits_soft_cap)
+            self._plan_from_buffers(pos, window_left, logits_soft_cap)
         self._sm_scale = sm_scale
         return self.run(
             q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse
@@ -415,20 +428,6 @@ def fast_decode_plan(
         disable_split_kv=disable_split_kv,
         q_len_per_req=q_len_per_req,
     )
-
-
-__all__ = [
-    "BatchDecodeMlaWithPagedKVCacheWrapper",
-    "BatchDecodeWithPagedKVCacheWrapper",
-    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
-    "cudnn_batch_decode_with_kv_cache",
-    "fast_decode_plan",
-    "single_decode_with_kv_cache",
-    "single_decode_with_kv_cache_with_jit_module",
-    "trtllm_batch_decode_with_kv_cache",
-    "trtllm_batch_decode_with_kv_cache_mla",
-    "xqa_batch_decode_with_kv_cache",
-]
 
 
 def single_decode_with_kv_cache(

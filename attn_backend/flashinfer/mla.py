@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from .arguments import (
     rows_of,
 )
 from .features import missing, not_supported, refuse_given
-from .wrapper import Wrapper, plain_logits
+from .wrapper import HostPlannedWrapper, plain_logits
 
 __all__ = [
     "BatchMLAPagedAttentionWrapper",
@@ -32,7 +31,7 @@ __all__ = [
 ]
 
 
-class BatchMLAPagedAttentionWrapper(Wrapper):
+class BatchMLAPagedAttentionWrapper(HostPlannedWrapper):
     """Queries of a batch over paged latents; call `plan` once a step, `run` once a layer.
 
     For prefills without absorption, use BatchPrefillWithRaggedKVCacheWrapper.
@@ -87,13 +86,6 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         self._causal = False
         self._has_warned = False
 
-    @property
-    def _cached_module(self) -> SimpleNamespace | None:
-        """In FlashInfer the compiled module, whose plan engines call instead of `plan`: it takes host arrays,
-        which saves the wrapper copies to the host. None before the first plan.
-        """
-        return SimpleNamespace(plan=self._plan_from_host) if self._is_planned else None
-
     def plan(
         self,
         qo_indptr: Tensor,
@@ -146,9 +138,9 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         self._of_cache = heads.kv_dtype or heads.dtype
         self._has_rope = head_dim_kpe > 0
         self._latent_bytes = head_dim_ckv * self._of_cache.itemsize
-        self._plan_buffers()
+        self._plan_from_buffers()
 
-    def _plan_buffers(self) -> None:
+    def _plan_from_buffers(self) -> None:
         table = PageTable.csr(
             self._kv_indptr_buf, self._kv_indices_buf, None, self._page_size, kv_lens=self._kv_len_arr_buf
         )
@@ -222,7 +214,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             k, v, k_rope = (
                 (ckv_cache, None, kpe_cache) if is_one else (*self._joined(ckv_cache, kpe_cache), None)
             )
-            return self._run(
+            return self._run_planned(
                 q_nope,
                 k,
                 v,
@@ -331,7 +323,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
                 f"{(heads.num_qo_heads, heads.head_dims.v)}, as in the first plan",
             )
         self._rows, self._causal = rows_of(qo_indptr_host), bool(causal)
-        self._plan_buffers()
+        self._plan_from_buffers()
         return []
 
 

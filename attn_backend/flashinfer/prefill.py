@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial, partialmethod
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,10 +37,18 @@ from .features import missing, not_supported, refuse_given
 from .jit.attention import JitModule
 from .page import get_seq_lens
 from .utils import MaskMode
-from .wrapper import BACKENDS, Logits, Wrapper, attention_of_call, keeps_splits, logits_of, plain_logits
+from .wrapper import (
+    BACKENDS,
+    HostPlannedWrapper,
+    Logits,
+    attention_of_call,
+    keeps_splits,
+    logits_of,
+    plain_logits,
+)
 
 
-class BatchPrefill(Wrapper):
+class BatchPrefill(HostPlannedWrapper):
     """Base of the wrappers over paged and over ragged K and V: a page table that `plan` makes, and options
     that `forward` may change.
     """
@@ -71,13 +78,6 @@ class BatchPrefill(Wrapper):
         self._rows = None
         # for captured CUDA graphs; engines read and write it
         self._max_total_num_rows: int | None = None
-
-    @property
-    def _cached_module(self) -> SimpleNamespace | None:
-        """In FlashInfer the compiled module, whose plan engines call instead of `plan`: it takes host arrays,
-        which saves the wrapper copies to the host. None before the first plan.
-        """
-        return SimpleNamespace(plan=self._plan_from_host) if self._is_planned else None
 
     def _check_fixed(self, batch_size: int) -> None:
         """With CUDA graphs: checks that the batch size equals the buffers', and that there are at most as
@@ -116,7 +116,7 @@ class BatchPrefill(Wrapper):
         self._mask_indptr_buf.copy_(mask_indptr, non_blocking=non_blocking)
         self._mask = (self._custom_mask_buf, self._mask_indptr_buf)
 
-    def _plan_buffers(
+    def _plan_from_buffers(
         self, causal: bool, pos: PosEncoding, window_left: int, logits_soft_cap: float | None
     ) -> None:
         # Engines compare some of these with their own values.
@@ -153,7 +153,7 @@ class BatchPrefill(Wrapper):
     def set_causal(self, causal: bool) -> None:
         """Plans again if the plan's value differs."""
         if self._is_planned and causal != self._causal:
-            self._plan_buffers(causal, self._pos, self._window_left, self._logits_soft_cap)
+            self._plan_from_buffers(causal, self._pos, self._window_left, self._logits_soft_cap)
 
     def _plan_for_forward(
         self,
@@ -170,7 +170,7 @@ class BatchPrefill(Wrapper):
             self._window_left,
             self._logits_soft_cap,
         ):
-            self._plan_buffers(causal, pos, window_left, logits_soft_cap)
+            self._plan_from_buffers(causal, pos, window_left, logits_soft_cap)
         self._sm_scale = sm_scale
 
     def _plan_from_host(
@@ -217,7 +217,7 @@ class BatchPrefill(Wrapper):
                 f"{planned}, as in the first plan",
             )
         self._rows = int(qo_indptr_host[-1])
-        self._plan_buffers(causal, self._pos, window_left, self._logits_soft_cap)
+        self._plan_from_buffers(causal, self._pos, window_left, self._logits_soft_cap)
         return []
 
 
@@ -383,7 +383,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
             self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf, page_size
         )
         self._batch_invariant = keeps_splits(fixed_split_size, disable_split_kv)
-        self._plan_buffers(
+        self._plan_from_buffers(
             causal, pos_encoding(pos_encoding_mode, rope_scale, rope_theta), window_left, logits_soft_cap
         )
 
@@ -440,7 +440,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
             own, sinks, q_scale, k_scale, v_scale = self._take(args, sinks, q_scale, k_scale, v_scale)
         scales = self._scales(q_scale, k_scale)
         kv = paged_cache(paged_kv_cache, self._kv_layout)
-        return self._run(
+        return self._run_planned(
             q,
             kv.k,
             kv.v,
@@ -613,7 +613,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
         self._sm_scale = sm_scale
         self._table = PageTable.ragged(self._kv_indptr_buf)
         self._batch_invariant = keeps_splits(fixed_split_size, disable_split_kv)
-        self._plan_buffers(
+        self._plan_from_buffers(
             causal, pos_encoding(pos_encoding_mode, rope_scale, rope_theta), window_left, logits_soft_cap
         )
 
@@ -675,7 +675,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
                 for part in (k, v)
             )
         scales = self._scales(q_scale, k_scale)
-        return self._run(
+        return self._run_planned(
             q,
             k,
             v,

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -454,7 +455,7 @@ class Wrapper:
     _batch_size = 0
     _first_row = 0  # rows of Q before it belong to no request
     _rows: int | None  # after _first_row; None: not known to the host
-    _run: Callable[..., Any]
+    _run_planned: Callable[..., Any]  # from run_from
     _batch_invariant = False
     # callers check whether it exists; in FlashInfer it passes plan's decisions to the kernels
     _plan_info: Sequence[int] | None = None
@@ -547,7 +548,7 @@ class Wrapper:
                 first_row,
                 f"{self._first_row}, as in the first plan, with use_cuda_graph=True",
             )
-        self._first_row, self._run = first_row, run_from(self._planned, first_row)
+        self._first_row, self._run_planned = first_row, run_from(self._planned, first_row)
         self._rows = rows_of(qo_indptr)
         if self._rows is None and self._use_cuda_graph and not self._is_planned:
             # waits for the device, once, to size the workspace
@@ -637,6 +638,19 @@ class Wrapper:
         )
         self._of_tensors = (scale, q_scale, k_scale, made) if are_read else None
         return made
+
+
+class HostPlannedWrapper(Wrapper):
+    """A wrapper whose buffers engines fill, and which they then plan from host arrays."""
+
+    _plan_from_host: Callable[..., list[int]]
+
+    @property
+    def _cached_module(self) -> SimpleNamespace | None:
+        """In FlashInfer the compiled module, whose plan engines call instead of `plan`: it takes host arrays,
+        which saves the wrapper copies to the host. None before the first plan.
+        """
+        return SimpleNamespace(plan=self._plan_from_host) if self._is_planned else None
 
 
 def keeps_splits(fixed_split_size: int | None, disable_split_kv: bool) -> bool:

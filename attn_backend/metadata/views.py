@@ -159,10 +159,9 @@ class PageTable:
         if self.indptr is None or self.kv_lens is not None:
             assert self.kv_lens is not None
             return self.kv_lens
-        pages = self.indptr[1:] - self.indptr[:-1]
         if self.last_page_len is None:  # ragged: pages of one token
-            return pages
-        return torch.where(pages > 0, (pages - 1) * self.page_size + self.last_page_len, 0)
+            return self.indptr[1:] - self.indptr[:-1]
+        return csr_lengths(self.indptr, self.last_page_len, self.page_size)
 
     @property
     def form(self) -> str:
@@ -202,6 +201,12 @@ class PageTable:
             indptr_tensor("kv_indptr", self.indptr)
             if self.page_size != 1:
                 refuse("page_size", self.page_size, "1 for ragged K and V")
+
+
+def csr_lengths(indptr: Tensor, last_page_len: Tensor, page_size: int) -> Tensor:
+    """Tokens of each request of a CSR page table: [batch]."""
+    pages = indptr[1:] - indptr[:-1]
+    return torch.where(pages > 0, (pages - 1) * page_size + last_page_len, 0)
 
 
 def _check_csr(table: PageTable) -> None:

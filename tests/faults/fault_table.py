@@ -829,9 +829,9 @@ FAULTS = (
     Fault(
         "FlashInfer: forward() of decodes ignores sm_scale",
         "attn_backend/flashinfer/decode.py",
-        "            self._plan_buffers(pos, window_left, logits_soft_cap)\n        self._sm_scale = "
+        "            self._plan_from_buffers(pos, window_left, logits_soft_cap)\n        self._sm_scale = "
         "sm_scale\n",
-        "            self._plan_buffers(pos, window_left, logits_soft_cap)\n",
+        "            self._plan_from_buffers(pos, window_left, logits_soft_cap)\n",
         ("tests/flashinfer/test_flashinfer_limits.py", "-k", "forward_and_single"),
     ),
     Fault(
