@@ -201,7 +201,7 @@ class AttentionConfig:
             q_dtype=data_types[ALL_DTYPES[self.q_dtype]],
             kv_dtype=data_types[ALL_DTYPES[self.kv_dtype]],
             max_rows=self.max_rows,
-            max_groups=self.max_batch,  # a row group is a request
+            max_batch=self.max_batch,
             max_levels=self.max_levels,
             num_ctas=self.num_ctas or 0,
             cascade=values_of("CascadeMode")[CASCADE_MODES[self.cascade_under(variant)]],

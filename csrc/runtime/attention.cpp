@@ -21,7 +21,7 @@ namespace {
 /// above it, and room for a chunk or two of prompts next to a small batch.
 int32_t cascade_states(const AttentionConfig& config) {
   const int64_t all = int64_t{config.max_rows} * kMaxLevels;
-  return static_cast<int32_t>(min_of<int64_t>(max_of(4 * min_of(config.max_groups, kMaxForestRequests), 1024), all));
+  return static_cast<int32_t>(min_of<int64_t>(max_of(4 * min_of(config.max_batch, kMaxForestRequests), 1024), all));
 }
 
 /// Requests that the device planner can seek a forest in, with so much shared memory for a block. Larger batches are
@@ -61,7 +61,7 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config, const KernelD
   schedule.cascade = config.cascade;
   schedule.batch_invariant = config.batch_invariant;
   schedule.max_rows = config.max_rows;
-  schedule.max_groups = config.max_groups * config.max_levels;
+  schedule.max_groups = config.max_batch * config.max_levels;
   int64_t group_rows = int64_t{config.max_rows} * config.max_levels;
   if (config.max_levels > 1) {
     schedule.max_links = config.max_levels;
@@ -69,14 +69,14 @@ ScheduleConfig make_schedule_config(const AttentionConfig& config, const KernelD
     schedule.max_states = narrow("max_rows * max_levels", int64_t{config.max_rows} * config.max_levels);
   }
   if (config.batch_invariant) {
-    schedule.max_groups = config.max_groups * kMaxLinks;
+    schedule.max_groups = config.max_batch * kMaxLinks;
     schedule.max_links = kMaxLinks;
-    schedule.max_merge_rows = config.max_groups;
+    schedule.max_merge_rows = config.max_batch;
     schedule.max_states = schedule.max_groups;
   } else if (config.cascade != kCascadeOff) {
     const int32_t states = cascade_states(config);
-    schedule.max_nodes = min_of(config.max_groups, forest_requests);
-    schedule.max_groups = max_of(schedule.max_groups, config.max_groups + schedule.max_nodes);
+    schedule.max_nodes = min_of(config.max_batch, forest_requests);
+    schedule.max_groups = max_of(schedule.max_groups, config.max_batch + schedule.max_nodes);
     schedule.max_links = max_of(schedule.max_links, kMaxLevels);
     schedule.max_merge_rows = max_of(schedule.max_merge_rows, states / 2);
     schedule.max_states = max_of(schedule.max_states, states);
@@ -232,7 +232,7 @@ int64_t Attention::row_ranges_bytes() const {
 int32_t Attention::num_kv_tile_lists() const {
   if (!config_.skips_kv_tiles) return 0;
   return static_cast<int32_t>(
-      max_row_tiles(config_.max_groups, config_.max_rows, schedule_config_.group_size, schedule_config_.max_kind));
+      max_row_tiles(config_.max_batch, config_.max_rows, schedule_config_.group_size, schedule_config_.max_kind));
 }
 
 void Attention::set_workspace(void* schedule, void* partial_o, void* partial_lse, void* row_ranges, void* dequantized) {

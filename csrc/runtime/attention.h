@@ -29,7 +29,7 @@ struct AttentionConfig {
   DataType q_dtype;    // of Q: dtype, or kv_dtype of 8 bits
   DataType kv_dtype;   // of the cache: dtype, the other 16-bit type, or one of is_in_bytes()
   int32_t max_rows;
-  int32_t max_groups;  // row groups of one level
+  int32_t max_batch;   // requests (row groups) of a level
   int32_t max_levels;  // of a composition
   int32_t num_ctas;    // 0: as many as the device holds at once
   CascadeMode cascade;

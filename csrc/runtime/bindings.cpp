@@ -28,7 +28,7 @@ int64_t attention_create(const Bytes& config, const Map<String, String>& files) 
   narrow("head_dim", c.head_dim, 1);
   narrow("head_dim_v", c.head_dim_v, 1);
   narrow("max_rows", c.max_rows, 1);
-  narrow("max_batch", c.max_groups, 1);
+  narrow("max_batch", c.max_batch, 1);
   narrow("max_levels", c.max_levels, 1, kMaxLevels);
   narrow("num_ctas", c.num_ctas);
   narrow("design", c.design, 0, kNumDesigns - 1);

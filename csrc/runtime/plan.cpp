@@ -44,12 +44,12 @@ void set_indices(PageTable& table, const TensorView& t, DLDevice device, bool is
   table.indices = static_cast<const int32_t*>(t.data_ptr());
 }
 
-/// Requests of a level, which `max_groups` bounds.
-int64_t checked_batch(const TensorView& qo_indptr, int32_t max_groups) {
+/// Requests of a level, which `max_batch` bounds.
+int64_t checked_batch(const TensorView& qo_indptr, int32_t max_batch) {
   const int64_t batch = qo_indptr.ndim() == 1 ? qo_indptr.size(0) - 1 : 0;
   if (batch < 0) refuse("qo_indptr.shape[0]", 0, "batch + 1");
-  if (batch > max_groups)
-    refuse("batch (qo_indptr.shape[0] - 1)", batch, "at most max_batch = " + std::to_string(max_groups));
+  if (batch > max_batch)
+    refuse("batch (qo_indptr.shape[0] - 1)", batch, "at most max_batch = " + std::to_string(max_batch));
   return batch;
 }
 
@@ -60,7 +60,7 @@ int64_t plan_level(const PlanLevelArguments& given) {
   const LevelOptions options = unpack<LevelOptions>(given.options);
   if (options.index == 0) attention.begin_plan();
   const DLDevice device = attention.config().dl_device();
-  const int64_t batch = checked_batch(given.qo_indptr, attention.config().max_groups);
+  const int64_t batch = checked_batch(given.qo_indptr, attention.config().max_batch);
   if (options.page_size < 1 || options.page_size > kMaxInt32) refuse("page_size", options.page_size, "at least 1");
   if (options.window_left < -1 || options.window_left > kMaxInt32)
     refuse("window_left", options.window_left, "-1 (no window) or at least 0");

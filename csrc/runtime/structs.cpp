@@ -41,7 +41,7 @@ ATTN_STRUCT(PlanLevel, 4, qo_indptr, table, rows, max_rows, num_groups, visibili
 
 // Arguments and results of the functions that Python calls.
 ATTN_STRUCT(AttentionConfig, 5, dequantized_bytes, num_qo_heads, num_kv_heads, head_dim, head_dim_v, dtype, q_dtype,
-            kv_dtype, max_rows, max_groups, max_levels, num_ctas, cascade, design, device, batch_invariant, on_cuda,
+            kv_dtype, max_rows, max_batch, max_levels, num_ctas, cascade, design, device, batch_invariant, on_cuda,
             has_variant, uses_softmax, has_mask, skips_kv_tiles, has_sinks, float8_out, multiplies_float8, token_scales,
             rotation);
 ATTN_STRUCT(LevelOptions, 0, index, num_levels, page_size, window_left, kv_offsets, prompts, positions, entry_step,

@@ -167,7 +167,7 @@ class AttentionObject {
     config.head_dim = config.head_dim_v = kHeadDim;
     config.dtype = config.q_dtype = config.kv_dtype = attn::DataType::kBFloat16;
     config.max_rows = kRows;
-    config.max_groups = 1;
+    config.max_batch = 1;
     config.max_levels = 1;
     config.cascade = attn::kCascadeByCost;
     config.on_cuda = device.device_type == kDLCUDA;
