@@ -26,7 +26,8 @@ SUFFIXES = (".py", ".h", ".cuh", ".cu", ".cpp", ".md", ".svg", ".yml", ".toml", 
 # Created by a command, part of an installed package, chosen by the reader, or from an engine, a model or
 # FlashInfer.
 ELSEWHERE = re.compile(
-    r"(results|dist|lib|build|\.build)(/|$)|.*(ENGINE|<engine>|sm100)|(vllm|sglang)/|tokenizer\.json|BatchDecode/"
+    r"(results|dist|lib|build|\.build)(/|$)|.*(ENGINE|<engine>|sm100)|(vllm|sglang)/"
+    r"|tokenizer\.json|BatchDecode/"
 )
 FLASHINFERS_TESTS = "## FlashInfer's own tests"
 
