@@ -98,10 +98,10 @@ def nemotron_h(common: dict[str, Any]) -> Model:
     config: dict[str, Any] = {
         "num_hidden_layers": 5,
         "layers_block_type": [LINEAR, FULL, "mlp", LINEAR, FULL],
-        "mamba_num_heads": 2,
-        "mamba_head_dim": 64,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
         "ssm_state_size": 64,
-        "n_groups": 1,
+        "n_groups": 8,  # SGLang's model reads another name, whose default is 8
         "chunk_size": 32,
     }
     return transformers.NemotronHConfig(**common | config), transformers.NemotronHForCausalLM
