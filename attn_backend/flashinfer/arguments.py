@@ -186,6 +186,22 @@ def _is(tensor: Tensor | None, seen: _Seen | None) -> bool:
     )
 
 
+def token_scales_of(kv_cache_sf: object, kv_layout: str) -> tuple[Tensor, Tensor]:
+    """The scales of K and V, float32 [pages, page_size, num_kv_heads]. kv_cache_sf has the order of
+    kv_layout.
+    """
+    if isinstance(kv_cache_sf, tuple | list) and len(kv_cache_sf) == 2:
+        k, v = kv_cache_sf
+        if isinstance(k, Tensor) and isinstance(v, Tensor) and k.ndim == v.ndim == 3:
+            return (k, v) if kv_layout == "NHD" else (k.transpose(1, 2), v.transpose(1, 2))
+    order = "page_size, num_kv_heads" if kv_layout == "NHD" else "num_kv_heads, page_size"
+    refuse(
+        "kv_cache_sf",
+        kv_cache_sf,
+        f"(k_sf, v_sf), two float32 tensors [pages, {order}], after a plan with use_token_head_sf=True",
+    )
+
+
 def ragged_cache(k: Tensor, v: Tensor, kv_layout: str = "NHD", num_kv_heads: int | None = None) -> KVCache:
     """k, v: NHD [tokens, num_kv_heads, head_dim], HND [num_kv_heads, tokens, head_dim]. num_kv_heads: the
     required number.
@@ -315,6 +331,7 @@ class Heads:
     kv_dtype: torch.dtype | None = None  # of K and V, if it differs
     float8_q: bool = False  # Q also has kv_dtype
     float8_out: bool = False  # the output is float8_e4m3fn
+    token_scales: bool = False  # K and V have a scale for each token and head
 
     @property
     def q_dtype(self) -> torch.dtype:
@@ -326,8 +343,8 @@ class Heads:
 
     @cached_property
     def is_over_float8(self) -> bool:
-        """Whether K and V have scales."""
-        return self.kv_dtype in SCALED_DTYPES
+        """Whether K and V have scales for all, or for each head."""
+        return self.kv_dtype in SCALED_DTYPES and not self.token_scales
 
     @cached_property
     def default_scale(self) -> float:
@@ -344,6 +361,7 @@ def heads_of(
     q_data_type: DType,
     kv_data_type: DType | None = None,
     o_data_type: DType | None = None,
+    use_token_head_sf: bool = False,
 ) -> Heads:
     """The head configuration of a plan. Cached, as plans rarely differ between steps.
 
@@ -352,7 +370,15 @@ def heads_of(
         NotImplementedError: there are no kernels for these heads.
     """
     dims = check_head_dims(head_dim_qk, head_dim_vo, device)
-    heads = Heads(num_qo_heads, num_kv_heads, dims, *element_types(q_data_type, kv_data_type, o_data_type))
+    types = element_types(q_data_type, kv_data_type, o_data_type)
+    heads = Heads(num_qo_heads, num_kv_heads, dims, *types, token_scales=use_token_head_sf)
+    if use_token_head_sf:
+        if heads.kv_dtype == torch.float8_e5m2:
+            not_supported("use_token_head_sf with kv_data_type = torch.float8_e5m2")
+        if heads.kv_dtype != torch.float8_e4m3fn:
+            refuse("kv_data_type", kv_data_type, "float8_e4m3fn with use_token_head_sf=True")
+        if heads.float8_q:
+            refuse("q_data_type", q_data_type, "float16 or bfloat16 with use_token_head_sf=True")
     if heads.float8_q and device.type == "cuda" and not dims.runs_over(KV_DTYPE_NAMES[heads.q_dtype], True):
         not_supported(f"q_data_type = {heads.q_dtype} with head_dim = {dims} on CUDA")
     return heads

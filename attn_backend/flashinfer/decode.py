@@ -131,6 +131,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         disable_split_kv: bool = False,
         q_len_per_req: int = 1,
         window_right: int = 0,
+        use_token_head_sf: bool = False,
     ) -> None:
         """Plans a batch.
 
@@ -146,6 +147,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             fixed_split_size, disable_split_kv: either makes the output of a request independent of its batch.
                 fixed_split_size -1: none, as None.
             q_len_per_req: queries of each request, which are its last tokens. Causal among each other.
+            use_token_head_sf: float8_e4m3fn K and V have a scale for each token and head, which runs get.
             block_tables, seq_lens: not used.
 
         Raises:
@@ -172,6 +174,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             q_data_type or "float16",
             kv_data_type,
             o_data_type,
+            use_token_head_sf,
         )
         batch_size = last_page_len.shape[0]
         if q_len_per_req > 1:
@@ -193,7 +196,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         )
         self._q_len_per_req = q_len_per_req
         self._batch_size, self._rows = batch_size, batch_size * q_len_per_req
-        self._heads = heads
+        self._heads, self._has_token_scales = heads, use_token_head_sf
         self._sm_scale = sm_scale
         self._table = PageTable.csr(
             self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf, page_size
@@ -254,6 +257,8 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             sinks: float32 [num_qo_heads]: exp(sink) is added to the sum of each row's exponentials.
             q_scale, k_scale, v_scale: factors by which float8 numbers are multiplied: a number, or float32
                 [1] or [heads]. If Q is float8, they may also be three tensors given after K and V.
+            kv_cache_sf: (k_sf, v_sf) with use_token_head_sf: float32 [pages, page_size, num_kv_heads], in
+                kv_layout HND [pages, num_kv_heads, page_size].
             enable_pdl: not used.
 
         Returns:
@@ -264,11 +269,11 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             ValueError: an argument is wrong, or there is no plan yet.
             NotImplementedError: an argument is not supported; the message names it.
         """
-        if skip_softmax_threshold_scale_factor is not None or kv_cache_sf is not None:
-            refuse_given(
-                skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-                kv_cache_sf=kv_cache_sf,
-            )
+        if skip_softmax_threshold_scale_factor is not None:
+            refuse_given(skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
+        of_tokens = None
+        if kv_cache_sf is not None or self._has_token_scales:
+            of_tokens = self._token_scales(kv_cache_sf)
         if (
             not self._is_planned
             or q.shape[0] != self._rows
@@ -291,6 +296,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             v_scale=v_scale,
             sinks=sinks,
             args=own,
+            token_scales=of_tokens,
         )
 
     run_return_lse = partialmethod(run, return_lse=True)

@@ -326,6 +326,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
         max_sequence_kv: int | None = None,
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
+        use_token_head_sf: bool = False,
     ) -> None:
         """Plans a batch.
 
@@ -341,6 +342,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
             fixed_split_size, disable_split_kv: either makes the output of a request independent of its batch.
                 fixed_split_size -1: none, as None. seq_lens, seq_lens_q, block_tables,
                 max_token_per_sequence, max_sequence_kv, use_fp16_qk_reduction: not used.
+            use_token_head_sf: float8_e4m3fn K and V have a scale for each token and head, which runs get.
 
         Raises:
             ValueError: an argument is wrong.
@@ -355,7 +357,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
             q_data_type,
             kv_data_type,
             o_data_type,
+            use_token_head_sf,
         )
+        self._has_token_scales = use_token_head_sf
         batch_size = qo_indptr.shape[0] - 1
         qo_indptr = self._start_rows(qo_indptr)
         self._items = items_of(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
@@ -418,6 +422,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
             sinks: float32 [num_qo_heads]: exp(sink) is added to the sum of each row's exponentials.
             q_scale, k_scale, v_scale: factors by which float8 numbers are multiplied: a number, or float32
                 [1] or [heads]. If Q is float8, they may also be three tensors given after K and V.
+            kv_cache_sf: (k_sf, v_sf) with use_token_head_sf: float32 [pages, page_size, num_kv_heads], in
+                kv_layout HND [pages, num_kv_heads, page_size].
             enable_pdl, use_fp16_softmax: not used.
 
         Returns:
@@ -428,12 +434,14 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
             ValueError: an argument is wrong, or there is no plan yet.
             NotImplementedError: an argument is not supported; the message names it.
         """
-        if skip_softmax_threshold_scale_factor is not None or kv_cache_sf is not None or uses_spcompress:
+        if skip_softmax_threshold_scale_factor is not None or uses_spcompress:
             refuse_given(
                 skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-                kv_cache_sf=kv_cache_sf,
                 uses_spcompress=uses_spcompress,
             )
+        of_tokens = None
+        if kv_cache_sf is not None or self._has_token_scales:
+            of_tokens = self._token_scales(kv_cache_sf)
         self._check_run(q, window_left)
         own = None
         if args or self._jit is not None:
@@ -451,6 +459,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
             v_scale=v_scale,
             sinks=sinks,
             args=own,
+            token_scales=of_tokens,
         )
 
     run_return_lse = partialmethod(run, return_lse=True)

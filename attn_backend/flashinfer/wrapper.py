@@ -37,8 +37,9 @@ from .arguments import (
     scale_of_v,
     scale_variants,
     scaled,
+    token_scales_of,
 )
-from .features import not_supported
+from .features import not_supported, refuse_given
 from .jit.attention import has_sinks, jit_variant
 
 _LEAST_ROWS = 1024
@@ -65,8 +66,8 @@ class Logits:
     own: Variant | None = None
 
     def variant(self, heads: Heads, scales: frozenset[str] = frozenset()) -> Variant | None:
-        """None if every kernel supports it (at most a soft cap). scales: names of the scales given to runs
-        (Scales.params).
+        """None if no variant is needed: all kernels support a soft cap. scales: names of the scales given to
+        runs (Scales.params).
         """
         if self.own is not None:
             return self.own
@@ -268,6 +269,7 @@ class PlannedAttention:
             variant=variant,
             sinks=self._with_sinks,
             float8_out=heads.float8_out,
+            token_scales=heads.token_scales,
         )
         self._made_for = made_for
         self._is_float8, self._has_float8_out = heads.is_over_float8, heads.float8_out
@@ -292,6 +294,7 @@ class PlannedAttention:
         sinks: Tensor | None = None,
         args: Args | None = None,
         lse_to_base_2: bool = True,
+        token_scales: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Runs the last plan over unconverted tensors.
 
@@ -304,6 +307,7 @@ class PlannedAttention:
             kv_scale: of latents.
             lse: written even without return_lse.
             args: for a variant of the caller's.
+            token_scales: of K and V, if the plan's heads have them.
 
         Returns:
             The output; with return_lse also the lse, base 2 or e.
@@ -327,6 +331,8 @@ class PlannedAttention:
             of_v, after = scale_of_v(v_scale, self._is_float8, attention.num_kv_heads)
         if kv_scale is not None:
             of_k = of_v = kv_scale
+        if token_scales is not None:
+            of_k, of_v = token_scales
         out_scale: Scale | None = None
         if self._has_float8_out:  # the output is divided by it before rounding
             if after is not None and not isinstance(after, Tensor) and after <= 0.0:
@@ -457,6 +463,7 @@ class Wrapper:
     _rows: int | None  # after _first_row; None: not known to the host
     _run_planned: Callable[..., Any]  # from run_from
     _batch_invariant = False
+    _has_token_scales = False  # then each run gets them
     # callers check whether it exists; in FlashInfer it passes plan's decisions to the kernels
     _plan_info: Sequence[int] | None = None
 
@@ -638,6 +645,11 @@ class Wrapper:
         )
         self._of_tensors = (scale, q_scale, k_scale, made) if are_read else None
         return made
+
+    def _token_scales(self, kv_cache_sf: object) -> tuple[Tensor, Tensor]:
+        if not self._has_token_scales:
+            refuse_given(kv_cache_sf=kv_cache_sf)
+        return token_scales_of(kv_cache_sf, self._kv_layout)
 
 
 class HostPlannedWrapper(Wrapper):

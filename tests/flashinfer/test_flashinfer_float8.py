@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -206,6 +207,41 @@ def test_scales_of_heads_under_16_bit_queries(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("form", ["decode", "prefill"])
+def test_a_scale_for_each_token_and_head(device: str, kv_layout: str, form: str) -> None:
+    q_lens, kv_lens = ([1] * 4, [7, 1, 33, 20]) if form == "decode" else ([5, 1, 30, 3], [7, 1, 33, 20])
+    batch, _ = make_float8(q_lens, kv_lens, DTYPES[0], device)
+    pages, _, page_size, heads = batch.cache.shape[:4]
+    scales = torch.rand(2, pages, page_size, heads, device=device) + 0.25
+    k_sf, v_sf = (scales if kv_layout == "NHD" else scales.transpose(2, 3).contiguous()).unbind()
+    table = [batch.page_indices[begin:end] for begin, end in pairwise(batch.page_indptr)]
+    of_k, of_v = (
+        torch.cat([x[p].flatten(0, 1)[:n] for p, n in zip(table, kv_lens, strict=True)]) for x in scales
+    )
+    meaning = replace(batch, k=batch.k.double() * of_k[..., None], v=batch.v.double() * of_v[..., None])
+    wrapper: flashinfer.BatchDecodeWithPagedKVCacheWrapper | flashinfer.BatchPrefillWithPagedKVCacheWrapper
+    options = {"q_data_type": torch.float16, "kv_data_type": DTYPES[0], "use_token_head_sf": True}
+    if form == "decode":
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device), kv_layout)
+        wrapper.plan(*batch.tables(), *batch.shape, batch.page_size, **options)
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), kv_layout)
+        wrapper.plan(batch.qo_indptr, *batch.tables(), *batch.shape, batch.page_size, causal=True, **options)
+    paged, expected = batch.paged(kv_layout), meaning.expected(causal=True)
+    check(wrapper.run(batch.q, paged, kv_cache_sf=(k_sf, v_sf), return_lse=True), expected)
+    doubled = wrapper.run(batch.q, paged, kv_cache_sf=(k_sf, v_sf / 2), v_scale=2.0, return_lse=True)
+    check(doubled, expected)
+    halved = wrapper.run(batch.q, paged, kv_cache_sf=(k_sf * 2, v_sf), k_scale=0.5, return_lse=True)
+    check(halved, expected)
+    for wrong in (None, k_sf, (k_sf, None), (k_sf[0], v_sf[0])):
+        with pytest.raises(ValueError, match=r"kv_cache_sf .*must be .*two float32 tensors .pages"):
+            wrapper.run(batch.q, paged, kv_cache_sf=wrong)
+    with pytest.raises(ValueError, match=r"scale.* must be .*float32"):
+        wrapper.run(batch.q, paged, kv_cache_sf=(k_sf.half(), v_sf.half()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_append(device: str) -> None:
     """16-bit values are rounded, 8-bit values are copied."""
     batch, _ = make_float8([3, 2], [7, 12], DTYPES[0], device)
@@ -321,4 +357,18 @@ def test_what_there_is_not() -> None:
         with pytest.raises(NotImplementedError, match=message):
             wrapper.plan(
                 *batch.tables(), *batch.shape, batch.page_size, **({"kv_data_type": DTYPES[0]} | options)
+            )
+    for error, types, message in (
+        (ValueError, (torch.float16, torch.float16), "kv_data_type .*float8_e4m3fn with use_token_head_sf"),
+        (ValueError, (DTYPES[0], DTYPES[0]), "q_data_type .*bfloat16 with use_token_head_sf"),
+        (NotImplementedError, (torch.float16, DTYPES[1]), "use_token_head_sf with .*float8_e5m2"),
+    ):
+        with pytest.raises(error, match=message):
+            wrapper.plan(
+                *batch.tables(),
+                *batch.shape,
+                batch.page_size,
+                q_data_type=types[0],
+                kv_data_type=types[1],
+                use_token_head_sf=True,
             )
