@@ -400,8 +400,8 @@ def append_kv(
     Capturable in a CUDA graph; never synchronizes. If the cache has another dtype, values are rounded to
     nearest even, and clamped to the largest finite number of float8 or float16. For a float8 cache they are
     first divided by its scales. If each token and head has a scale, append computes it: the largest magnitude
-    / 448, or / 127 for int8, at least 1e-6. For int4 it is (largest - smallest) / 15, and the zero point is
-    -smallest / scale, rounded and limited to 0 to 15.
+    / 448, or / 127 for int8, at least 1e-6. int8 stores NaN as 0. For int4 it is (largest - smallest) / 15,
+    and the zero point is -smallest / scale, rounded and limited to 0 to 15.
 
     FP4 has a scale for 16 columns, which append computes, too. In NVFP4 it is the largest magnitude / 6 /
     factor, rounded to e4m3. In fp4_mx_block16 it is the next power of 2 from the largest magnitude / 6 on.

@@ -39,7 +39,7 @@ INT8_NVFP4: PairDtype = "int8_k_nvfp4_v"
 # Of caches with a scale for each token and head, or with BlockScales.
 TOKEN_SCALED_FORMATS = {cache_dtype(stored): stored for stored in FORMATS if stored.has_token_scales}
 TOKEN_SCALED_DTYPES: tuple[CacheDtype, ...] = tuple(TOKEN_SCALED_FORMATS)
-# By dtype, if K or V has 4 bits; head_dim is a multiple.
+# For dtypes with 4 bits in K or V: head_dim must be a multiple of this.
 FOUR_BIT_COLUMNS: dict[CacheDtype, int] = {
     dtype: stored.head_columns for dtype, stored in TOKEN_SCALED_FORMATS.items() if stored.head_columns
 }
@@ -395,7 +395,10 @@ class KVCache:
         if self.dtype == torch.int8 and not self.has_token_scales:
             refuse("k_scale", self.k_scale, f"{self._form_of_token_scales}: int8 has no other scales")
         if self.has_token_scales != _is_of_tokens(self.v_scale):
-            refuse("v_scale", self.v_scale, "one for each token and head if k_scale is, and only then")
+            needed = (
+                self._form_of_token_scales if self.has_token_scales else "no tensor for each token and head"
+            )
+            refuse("v_scale", self.v_scale, f"{needed}, as k_scale")
 
     @property
     def _form_of_token_scales(self) -> str:

@@ -323,7 +323,7 @@ class BSRView:
     @property
     def has_slots(self) -> bool:
         """Whether each run packs the page ids of each request, and counts the non-negative ones. True for
-        pages of one token that may change, if every row of a request sees all of them.
+        pages of one token that may change, if every row of a request sees all of its tokens.
         """
         table = self.table
         is_dense = table.indices is not None and table.indptr is None and table.rows is None

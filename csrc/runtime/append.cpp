@@ -138,6 +138,12 @@ DataType v_cache_dtype(const TensorView& cache, const AnyView& scale, DataType d
   return k_dtype;
 }
 
+/// Of K and of V: append writes both.
+void check_separate(const QkvParams& params) {
+  if (params.k_token_scales.exist() && params.k_token_scales.data == params.v_token_scales.data)
+    refuse("kv.v_scale", "kv.k_scale", "another tensor: append writes both");
+}
+
 void check_scales(const QkvParams& params, DLDevice device) {
   if (params.v.data != nullptr && params.k_token_scales.exist() != params.v_token_scales.exist())
     refuse("kv.v_scale", "None or of another shape", "one for each token and head if kv.k_scale is, and only then");
@@ -328,6 +334,7 @@ void append_qkv(const AppendQkvArguments& given) {
   params.pages = pages_of(k_cache);
   if (is_cached) {
     set_scales("kv.v_scale", given.v_scale, given.v_cache.value(), v_dtype, params.scales.v, params.v_token_scales);
+    check_separate(params);
     params.v = rows_of("v", given.v.value(), kv_heads);
     params.v_cache = cache_of("kv.v", given.v_cache.value(), device, v_dtype, {"pages", k_cache.size(0)},
                               {"page_size", k_cache.size(1)}, kv_heads, stored_dim("head_dim", q.size(2), v_dtype));
@@ -403,6 +410,7 @@ void append_kv_rounded(const AppendKvRoundedArguments& given) {
     params.v_cache = cache_of("kv.v", v_cache, device, v_dtype, pages, page_size, heads,
                               stored_dim(head_dim_v.name, v_columns, v_dtype));
     set_scales("kv.v_scale", given.v_scale, v_cache, v_dtype, params.scales.v, params.v_token_scales);
+    check_separate(params);
     if (k_columns != v_columns || k_dtype != v_dtype) {
       values = split_v(params, v_dtype, v_columns);
       is_pair = k_dtype != v_dtype;

@@ -240,3 +240,14 @@ def test_compiled_functions_write_and_read_scales(dtype: torch.dtype | str) -> N
     assert torch.equal(torch.compile(step, backend="eager", fullgraph=True)(compiled), wanted)
     for of_eager, of_compiled in zip(tensors_of(eager).values(), tensors_of(compiled).values(), strict=True):
         assert has_same_bits(of_eager, of_compiled)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_k_and_v_with_the_same_scales_are_refused(dtype: torch.dtype) -> None:
+    pages, scales = torch.zeros(2, 3, 4, 2, 64, dtype=dtype), torch.ones(3, 4, 2)
+    kv, new = KVCache.from_pair(*pages, k_scale=scales, v_scale=scales), torch.randn(5, 2, 64)
+    with pytest.raises(
+        ValueError, match=r"kv\.v_scale is kv\.k_scale, must be another tensor: append writes"
+    ):
+        append_kv(new, new, kv, torch.arange(5))
+    assert (scales == 1).all()
