@@ -20,7 +20,7 @@ class StoredFormat(NamedTuple):
         element: part of names of kernels.
         struct: in csrc/common/elements.cuh; in DataType (csrc/common/data_type.h) with a k before it.
         append: part of names of append kernels, and what quantizes in them (csrc/cache/quantizers.h).
-        head_columns: if K or V has 4 bits: head_dim is a multiple. 0: a column fills a byte.
+        head_columns: head_dim must be a multiple of it, if K or V has 4 bits. 0: a column fills a byte.
         scales: torch's name for the dtype of a scale for each token and head, or for each block of columns of
             these. None: scales are for all, for heads, for requests or parts of rows.
         has_factor: a number multiplies all scales of blocks.

@@ -605,7 +605,7 @@ def attention_source(stem: str, shape: KernelShape, variant_type: str) -> str:
     """stem: a value of Design.cubins."""
     element, dims, kv_element, float8_q, float8_out, rotation = shape
     is_dequantized = kv_element in CUDA_KV_ELEMENTS
-    # An 8-bit cache is dequantized to Q's type; Q of another 16-bit type is converted to the cache's.
+    # A cache of 8 or 4 bits is dequantized to Q's type; Q of another 16-bit type is converted to the cache's.
     elements = [
         element if is_dequantized else kv_element,
         kv_element,
@@ -774,8 +774,8 @@ def _attention_kernels() -> Iterator[Kernel]:
 
 
 def append_qkv_kernel(element: str, kv_element: str | None = None, rotation: bool = False) -> Kernel:
-    """The kernel of append_qkv_name(). Not built ahead of time: two 16-bit types, and rotation or its lack
-    where SHIPPED_ROTATED has the other.
+    """The kernel of append_qkv_name(). The wheel has none for Q and a cache of different 16-bit types. For
+    other caches it has a kernel that rotates rows (SHIPPED_ROTATED), or a kernel that does not.
     """
     has_scales = kv_element in KV_ELEMENT_NAMES.values()  # which are given
     text = _APPEND_QKV.substitute(

@@ -605,11 +605,12 @@ class Attention:
             float8_e4m3fn directly, for heads of 64 and 128, under softmax, in row tiles of 32 rows or more.
             It then rounds probabilities to float8_e4m3fn as well. The mean error over many random outputs
             rises from 0.3 % to 2.5 %.
-        kv_dtype: of K and V: dtype (None), or float8_e4m3fn or float8_e5m2, which are dequantized to dtype.
-            Or the other one of bfloat16 and float16, to which Q is rounded (float16: limited to 65504). Or
-            torch.uint8: rows of DeepSeek V3.2's latents (`KVCache.from_latent`), for head dims 576 and 512
-            and bfloat16. Or "int4", "nvfp4" or "fp4_mx_block16": a uint8 cache whose bytes have two columns
-            each. Or "int8_k_nvfp4_v". These imply token_scales.
+        kv_dtype: of K and V: dtype (None). Or float8_e4m3fn or float8_e5m2, which are dequantized to dtype.
+            Or int8, with token_scales. Or the other one of bfloat16 and float16, to which Q is rounded
+            (float16: limited to 65504). Or torch.uint8: rows of DeepSeek V3.2's latents
+            (`KVCache.from_latent`), for head dims 576 and 512 and bfloat16. Or "int4", "nvfp4" or
+            "fp4_mx_block16": a uint8 cache whose bytes have two columns each. Or "int8_k_nvfp4_v". These
+            imply token_scales.
         device: a CUDA device or "cpu".
         max_rows: most rows of Q that a plan covers.
         max_batch: most requests (row groups) of a level.
@@ -755,7 +756,8 @@ class Attention:
         # keeps the planned tensors alive while their pointers are in the workspace
         self._levels: Sequence[BSRView] = ()
         self._dumped_errors = 0  # of the last plan and its runs
-        # More than 30 attributes make each look-up slower (SHARED_KEYS_MAX_SIZE of CPython).
+        # An Attention must not have more than 30 attributes: each look-up would be slower (CPython's
+        # SHARED_KEYS_MAX_SIZE).
         self._out_is_like_q = dims.qk == dims.v and q_dtype == dtype
         # the last q's shape, and a tensor of its lse's shape
         self._like_lse: tuple[torch.Size, Tensor] | None = None
@@ -1184,7 +1186,7 @@ class Attention:
             check_handle("q_rope", q_rope)
         variant = self._variant
         if variant is not None or variant_args is not None:
-            self._variant_of(variant_args).bind(self._handle, variant_args, q)
+            self._variant_of(variant_args).set_args(self._handle, variant_args, q)
         # Fewer arguments make a call faster, and most runs need no others.
         is_plain = (
             sinks is None

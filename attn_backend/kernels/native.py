@@ -37,7 +37,7 @@ ALL_DTYPES: dict[CacheDtype, str] = {
 
 
 def kv_element_of(kv_dtype: CacheDtype | None, dtype: torch.dtype, token_scales: bool = False) -> str | None:
-    """manifest.kv_element_of()."""
+    """The name of a cache's elements in kernels' names, of dtypes; None: there are no such kernels."""
     name = dtype_name(kv_dtype) if isinstance(kv_dtype, torch.dtype) else kv_dtype
     return manifest.kv_element_of(name, dtype_name(dtype), token_scales)
 

@@ -125,10 +125,18 @@ VariantArgs = Mapping[str, Tensor | float | int]
 
 
 class AttentionVariant:
-    """A variant in an Attention of one dtype and one head width. design: None on a CPU. sinks: whether runs
-    may be given sinks. kv_dtype: of the cache; None: dtype. float8_q: Q also has kv_dtype. float8_out:
-    whether outputs may be 8-bit. token_scales: the cache has a scale for each token and head. rotation: its
-    rows are rotated. max_levels: of a composition. num_heads: query and KV heads, if known.
+    """A variant in an Attention of one dtype and one head width.
+
+    Args:
+        design: None on a CPU.
+        sinks: whether runs may be given sinks.
+        kv_dtype: of the cache; None: dtype.
+        float8_q: Q also has kv_dtype.
+        float8_out: whether outputs may be 8-bit.
+        token_scales: the cache has a scale for each token and head.
+        rotation: rows of the cache are rotated.
+        max_levels: of a composition.
+        num_heads: query and KV heads, if known.
 
     Raises:
         ValueError: sinks are given, but the variant has no softmax; its transforms do not fit head_dim;
@@ -189,7 +197,7 @@ class AttentionVariant:
             self._options += " --sinks" if sinks else ""
         self._options += " --levels" if variant is not self._given else ""
         self.is_interpreted = False  # files() may set it
-        self._bound: dict[str, Tensor | float | int] | None = None
+        self._last_args: dict[str, Tensor | float | int] | None = None
         self._addresses: list[int] = []
         self._planned_mask: dict[str, object] | None = None
         # Under a variant with its own mask, views are causal only on request.
@@ -314,7 +322,7 @@ class AttentionVariant:
                     f"{instead}: variant {self.variant.name} transforms {name}",
                 )
 
-    def bind(self, handle: int, args: VariantArgs | None, q: Tensor) -> None:
+    def set_args(self, handle: int, args: VariantArgs | None, q: Tensor) -> None:
         """Sets the variant's arguments for the next run. handle: the Attention's.
 
         Raises:
@@ -361,7 +369,7 @@ class AttentionVariant:
         try:
             check_shapes(self.variant.params, args or {}, sizes)
         except ValueError:
-            self._bound = None
+            self._last_args = None
             raise
         self._shapes_hold = True
 
@@ -378,7 +386,7 @@ class AttentionVariant:
             self._planned_mask.items(), self._of_mask(args or {}).values(), strict=True
         ):
             if given != planned:
-                self._bound = None
+                self._last_args = None
                 raise ValueError(
                     f"variant_args[{name!r}] is not what plan() was given, must be the same: the plan "
                     f"leaves out what the mask hides"
@@ -399,30 +407,26 @@ class AttentionVariant:
             ValueError: an argument that the variant refuses.
         """
         args = {} if args is None else args
-        if self._bound is not None and self._is_bound(args):
+        if self._last_args is not None and self._are_last_args(args):
             return None
-        self._bound, self._shapes_hold = None, False
+        self._last_args, self._shapes_hold = None, False
         packed = self.variant.pack(args, self._device)
-        self._bound = dict(args)
+        self._last_args = dict(args)
         self._addresses = [value.data_ptr() for value in args.values() if isinstance(value, Tensor)]
         return packed
 
-    def _is_bound(self, args: VariantArgs) -> bool:
-        bound = self._bound
-        if bound is None or len(bound) != len(args):
+    def _are_last_args(self, args: VariantArgs) -> bool:
+        last = self._last_args
+        if last is None or len(last) != len(args):
             return False
         addresses = iter(self._addresses)
-        for (name, value), (bound_name, bound_value) in zip(args.items(), bound.items(), strict=True):
-            if name != bound_name:
+        for (name, value), (last_name, last_value) in zip(args.items(), last.items(), strict=True):
+            if name != last_name:
                 return False
             if isinstance(value, Tensor):
-                if value is not bound_value or value.data_ptr() != next(addresses):
+                if value is not last_value or value.data_ptr() != next(addresses):
                     return False
-            elif (
-                isinstance(bound_value, Tensor)
-                or type(value) is not type(bound_value)
-                or value != bound_value
-            ):
+            elif isinstance(last_value, Tensor) or type(value) is not type(last_value) or value != last_value:
                 return False
         return True
 
@@ -442,7 +446,7 @@ class AttentionVariant:
         visibilities = [self.visibility(view, len(levels)) for view in levels]
         interpret(
             self.variant,
-            args=self._bound or {},
+            args=self._last_args or {},
             levels=levels,
             visibilities=visibilities,
             q=q,

@@ -223,7 +223,7 @@ FEATURES: tuple[Feature, ...] = (
                 f"{ADAPTERS}/vllm/test_vllm_token_scales.py::test_windows_and_soft_caps",
                 *OWN_SCALES,
             ),
-            note="adapter and kernel tests only; with windows from 0.28.0 on",
+            note="with windows from 0.28.0 on",
             option="int4_per_token_head",
         ),
         MISSING,
@@ -232,7 +232,7 @@ FEATURES: tuple[Feature, ...] = (
         "4-bit cache with a scale for 16 columns (FP4)",
         Cell(
             (f"{ADAPTERS}/vllm/test_vllm_token_scales.py::test_mixed_batch", *OWN_SCALES),
-            note="adapter and kernel tests only; from 0.28.0 on; with int8 K from 0.33.0 on",
+            note="from 0.28.0 on; with int8 K from 0.33.0 on",
             option="nvfp4",
         ),
         Cell(

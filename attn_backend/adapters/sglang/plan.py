@@ -180,7 +180,7 @@ class StepPlanner:
     """Plans each step for the layers with one spec.
 
     Attributes:
-        attention: graphs hold it, so it is not replaced after a capture.
+        attention: what plans the steps. CUDA graphs hold it, so it is not replaced after a capture.
         of_trees: for steps that verify trees; None: there are no such steps.
         current: the Attention that holds this step's plan; None: there is no plan yet, or the model does not
             run these layers in this step.

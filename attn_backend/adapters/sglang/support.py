@@ -238,7 +238,7 @@ def layer_spec(
         parent: the module that the layer is a part of, which has its sinks and its ALiBi slopes.
         kv_dtype: of the pool, if it differs from the model's.
         attention_chunk_size: of the model. Layers with `use_irope` see only the query's own chunk (Llama 4).
-        has_spans: see wants_spans. cuts_spans: see the function. in_blocks: see drafts_in_blocks.
+        has_spans, cuts_spans, in_blocks: results of wants_spans(), cuts_spans() and drafts_in_blocks().
 
     Raises:
         ValueError: see the module.

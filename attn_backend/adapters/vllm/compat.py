@@ -145,8 +145,6 @@ def register_cache_name() -> None:
 
 def batch_invariant() -> bool:
     """Whether the engine runs in its batch invariant mode (VLLM_BATCH_INVARIANT=1)."""
-    from vllm import envs
-
     return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
 
 

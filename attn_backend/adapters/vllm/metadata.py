@@ -88,7 +88,7 @@ class AttnMetadata(AttentionMetadata):
     context_parallel: ContextParallel | None = None
     # With context_parallel:
     has_context: bool = True  # whether a request may have tokens before the step
-    # whether every request has one token, also in all batches that a graph captured now will serve
+    # whether every request has one token; during a capture, in all batches that the graph will serve
     single_tokens: bool = False
 
 
