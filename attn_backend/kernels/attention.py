@@ -220,9 +220,9 @@ class AttentionConfig:
             rotation=self.rotation,
         )
 
-    def kernel_files(self, variant: AttentionVariant | None) -> dict[str, str]:
+    def kernel_files(self, attention_variant: AttentionVariant | None) -> dict[str, str]:
         """Cubins of plan, merge and attention, by their names in csrc/. On a CPU: the variant's library."""
-        files = {} if variant is None else variant.files()
+        files = {} if attention_variant is None else attention_variant.files()
         design = self.design
         if design is None or self.device.type == "cpu":
             return files
@@ -237,7 +237,7 @@ class AttentionConfig:
         )
         for prefix, out_element in manifest.out_elements(element, self.float8_out).items():
             names[f"{prefix}merge"] = manifest.merge_name(out_element)
-            if variant is None:
+            if attention_variant is None:
                 which = shape._replace(float8_out=prefix != ""), "sinks" if self.sinks else "standard"
                 names |= {
                     prefix + kernel: manifest.attention_name(stem, *which)
@@ -736,9 +736,9 @@ class Attention:
             token_scales=token_scales,
             rotation=rotation,
         )
-        self._variant = None
+        self._attention_variant = None
         if variant is not None:
-            self._variant = AttentionVariant(
+            self._attention_variant = AttentionVariant(
                 variant,
                 design=design,
                 dtype=dtype,
@@ -767,14 +767,14 @@ class Attention:
         self._library_run = in_order("run", _RUN_ARGUMENTS)  # run.cpp checks, attention.cpp launches
         try:
             self._handle: int = self._library.attention_create(
-                self._config.pack(self._variant), self._config.kernel_files(self._variant)
+                self._config.pack(self._attention_variant), self._config.kernel_files(self._attention_variant)
             )
         except RuntimeError as error:
-            if self._variant is not None and device.type == "cpu":
+            if self._attention_variant is not None and device.type == "cpu":
                 raise
             use_plain_kernels_or_raise(error)
             self._handle = self._library.attention_create(
-                self._config.pack(self._variant), self._config.kernel_files(self._variant)
+                self._config.pack(self._attention_variant), self._config.kernel_files(self._attention_variant)
             )
         weakref.finalize(self, self._library.attention_destroy, self._handle)
         torch_ops.know(self._handle, self)
@@ -883,14 +883,14 @@ class Attention:
                 if isinstance(composition, BSRView)
                 else levels_of(composition, self.max_levels, self.max_rows)
             )
-            has_variant = self._variant is not None or variant_args is not None
-            finds_row_ranges = has_variant and self._variant_of(variant_args).bind_to_plan(
+            has_variant = self._attention_variant is not None or variant_args is not None
+            finds_row_ranges = has_variant and self._required_variant(variant_args).set_plan_args(
                 self._handle, variant_args, levels
             )
             errors = 0
             for level, view in enumerate(levels):
                 table = view.table
-                causal, window_left = level_visibility(view, len(levels), self._variant)
+                causal, window_left = level_visibility(view, len(levels), self._attention_variant)
                 has_slots = view.has_slots and not causal and window_left < 0  # a variant may narrow the view
                 if has_slots:
                     selection.load(self.device)
@@ -1184,9 +1184,9 @@ class Attention:
             check_handle("q", q)
         if q_rope is not None:
             check_handle("q_rope", q_rope)
-        variant = self._variant
+        variant = self._attention_variant
         if variant is not None or variant_args is not None:
-            self._variant_of(variant_args).set_args(self._handle, variant_args, q)
+            self._required_variant(variant_args).set_args(self._handle, variant_args, q)
         # Fewer arguments make a call faster, and most runs need no others.
         is_plain = (
             sinks is None
@@ -1278,10 +1278,10 @@ class Attention:
             return torch.empty_like(q)
         return q.new_empty((q.shape[0], self.num_qo_heads, self.head_dim_v), dtype=dtype)
 
-    def _variant_of(self, variant_args: VariantArgs | None) -> AttentionVariant:
-        if self._variant is None:
+    def _required_variant(self, variant_args: VariantArgs | None) -> AttentionVariant:
+        if self._attention_variant is None:
             refuse("variant_args", variant_args, "None: this Attention has no variant")
-        return self._variant
+        return self._attention_variant
 
     def schedule(self) -> Schedule:
         """A copy of the last plan's schedule on the CPU (synchronizes)."""
@@ -1329,7 +1329,7 @@ class Attention:
             path = folder / f"batch-{os.getpid()}-{number}.json"
             causal, window_left = levels[0].causal is not False, levels[0].window_left
             with suppress(ValueError):
-                causal, window_left = level_visibility(levels[0], 1, self._variant)
+                causal, window_left = level_visibility(levels[0], 1, self._attention_variant)
             config = self._config
             batch = {
                 "fault": fault,

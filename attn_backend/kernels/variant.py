@@ -335,8 +335,8 @@ class AttentionVariant:
             self._check_mask(args)
             library().set_variant_params(handle, packed)
 
-    def bind_to_plan(self, handle: int, args: VariantArgs | None, levels: Sequence[BSRView]) -> bool:
-        """Like bind(), for the next plan, of `levels`.
+    def set_plan_args(self, handle: int, args: VariantArgs | None, levels: Sequence[BSRView]) -> bool:
+        """Like set_args(), for the next plan, of `levels`.
 
         Returns whether the plan evaluates the mask, which needs all of the mask's parameters.
 

@@ -74,7 +74,7 @@ def test_random_batches(tmp_path: Path, name: str) -> None:
         attention.plan(case.view, variant_args=arguments)
         workspace = workspace_of(attention)
         expected = workspace.row_ranges
-        causal, _ = attention._variant.visibility(case.view, 1)
+        causal, _ = attention._attention_variant.visibility(case.view, 1)
         levels = host_planner.Levels((case.view,), attention.max_rows, causal=causal)
         config = config_bytes(attention)
         memory = torch.zeros_like(expected)

@@ -263,6 +263,7 @@ class StepPlanner:
             kv_offsets=tokens_before if planner._needs_variant else None,
             prompts=batch.prompts,
         )
+        # layers add their slopes to runs, so plans under ALiBi do without arguments
         self.current.plan(view, variant_args=None if spec.has_alibi else self.arguments)
         return self.current
 

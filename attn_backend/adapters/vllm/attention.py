@@ -237,15 +237,15 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             if self.dcp_world_size > 1:
                 query.new_empty((4 * self.dcp_world_size, *query.shape))
             return output.fill_(0)
-        shared = attn_metadata.shared[self.spec]
-        if shared.context is not None:
+        layers = attn_metadata.planned[self.spec]
+        if layers.context is not None:
             assert attn_metadata.context_parallel is not None
             assert key is not None
             assert value is not None
             rows = attn_metadata.num_actual_tokens
             attn_metadata.context_parallel.attend(
-                shared.attention,
-                shared.context,
+                layers.attention,
+                layers.context,
                 query[:rows],
                 key[:rows],
                 value[:rows],
@@ -254,7 +254,7 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
                 has_context=attn_metadata.has_context,
                 single_tokens=attn_metadata.single_tokens,
                 sm_scale=self.scale,
-                logits_soft_cap=shared.logits_soft_cap,
+                logits_soft_cap=layers.logits_soft_cap,
             )
             return output
         if self.spec.of_this_step:
@@ -267,15 +267,15 @@ class AttnImpl(AttentionImpl[AttnMetadata]):
             appended = key is not None and not self._shares_cache(layer)
         if self.sinks is not None and self._float_sinks is None:
             self.process_weights_after_loading(query.dtype)
-        arguments = shared.arguments
+        arguments = layers.arguments
         if self.alibi_slopes is not None:
             arguments = {"slopes": self.alibi_slopes, **(arguments or {})}
-        shared.attention.run(
+        layers.attention.run(
             query,
             kv,
             out=output,
             sm_scale=self.scale,
-            logits_soft_cap=shared.logits_soft_cap,
+            logits_soft_cap=layers.logits_soft_cap,
             after_append=appended,
             variant_args=arguments,
             sinks=self._float_sinks,

@@ -42,7 +42,7 @@ def window_left(sliding_window: int | None) -> int:
     return -1 if sliding_window is None else sliding_window - 1
 
 
-class SharedAttention(NamedTuple):
+class PlannedLayers(NamedTuple):
     """What layers with one spec share: the Attention that holds each step's plan, and arguments of its runs.
 
     Attributes:
@@ -83,7 +83,7 @@ class AttnMetadata(AttentionMetadata):
     block_table: torch.Tensor  # int32 [num_reqs, max_blocks]
     slot_mapping: torch.Tensor  # int64 [tokens]
     causal: bool
-    shared: dict[LayerSpec, SharedAttention]
+    planned: dict[LayerSpec, PlannedLayers]  # by layers' spec; Attentions add spans and ranks
     prompts: torch.Tensor | None = None  # BSRView.prompts
     context_parallel: ContextParallel | None = None
     # With context_parallel:
@@ -181,7 +181,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             batch_invariant=compat.batch_invariant(),
         )
 
-        def make_shared(of_layers: LayerSpec) -> SharedAttention:
+        def make_layers(of_layers: LayerSpec) -> PlannedLayers:
             cuts_spans = self.spans is not None and compat.clamps_spans(vllm_config)
             # If windows cut spans, layers without a window have no spans.
             has_spans = (
@@ -193,18 +193,19 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             soft_cap, (causal, window_left) = spec.run_soft_cap, spec.visibility
             if self.context_parallel is None:
                 args = variant_args_of(spec, spans=self.spans)
+                # layers add their slopes to runs, so plans under ALiBi do without arguments
                 of_plan = None if spec.has_alibi else args
                 attention = make(spec)
-                return SharedAttention(
+                return PlannedLayers(
                     spec.of_this_step, causal, window_left, attention, soft_cap, args, of_plan
                 )
             of_all_ranks = spec._replace(num_qo_heads=spec.num_qo_heads * self.context_parallel.size)
             new_tokens = spec._replace(of_this_step=True, kv_dtype=None, token_scales=False, rotation=False)
             context = make(of_all_ranks)
             own = make(new_tokens, cascade=False)
-            return SharedAttention(True, causal, window_left, own, soft_cap, context=context)
+            return PlannedLayers(True, causal, window_left, own, soft_cap, context=context)
 
-        self.shared = outside_memory_pools(lambda: {spec: make_shared(spec) for spec in specs}, device)
+        self.planned = outside_memory_pools(lambda: {spec: make_layers(spec) for spec in specs}, device)
         sampler.install(device, vllm_config)
         tell_when_ready(vllm_config, layer_names)
 
@@ -219,7 +220,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
         cm = common_attn_metadata
         if not isinstance(cm.causal, bool):
             refuse("batches that mix causal and bidirectional requests")
-        if not cm.causal and any(spec.window_left >= 0 and spec.window_right < 0 for spec in self.shared):
+        if not cm.causal and any(spec.window_left >= 0 and spec.window_right < 0 for spec in self.planned):
             way_out = "set use_non_causal in --attention-config, or choose another --attention-backend"
             refuse(
                 "a sliding window to the left and right in layers that were made for causal steps", way_out
@@ -233,7 +234,7 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
             block_table=cm.block_table_tensor,
             slot_mapping=cm.slot_mapping,
             causal=cm.causal,
-            shared=self.shared,
+            planned=self.planned,
             prompts=compat.prompts_of(cm),
             context_parallel=self.context_parallel,
             has_context=self.context_parallel is None or has_context(cm),
@@ -264,18 +265,18 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
                 qo_indptr, metadata.seq_lens, single_tokens=metadata.single_tokens
             )
         table = PageTable.block_table(blocks, kv_lens, self.page_size)
-        for shared in self.shared.values():
+        for layers in self.planned.values():
             if not metadata.single_tokens:
                 view = BSRView(
                     qo_indptr,
-                    PageTable.ragged(qo_indptr) if shared.of_this_step else table,
-                    causal=shared.causal and metadata.causal,
-                    window_left=shared.window_left,
+                    PageTable.ragged(qo_indptr) if layers.of_this_step else table,
+                    causal=layers.causal and metadata.causal,
+                    window_left=layers.window_left,
                     prompts=metadata.prompts,
                 )
-                shared.attention.plan(view, variant_args=shared.plan_arguments)
-            if shared.context is not None:
-                shared.context.plan(BSRView(qo_indptr, table, causal=False))
+                layers.attention.plan(view, variant_args=layers.plan_arguments)
+            if layers.context is not None:
+                layers.context.plan(BSRView(qo_indptr, table, causal=False))
         export_counts(logger)
 
     def update_draft_decode_metadata(self, metadata: AttnMetadata) -> None:

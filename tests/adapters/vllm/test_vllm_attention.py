@@ -72,7 +72,7 @@ def test_layers_of_one_group_with_different_windows_share_the_batch() -> None:
     windows = [None, 8, 8, 1]
     impls = [make_impl(sliding_window=window, logits_soft_cap=5.0) for window in windows]
     builder, batch = make_builder(impls), make_batch(*MIXED)
-    assert len(builder.shared) == 3
+    assert len(builder.planned) == 3
     metadata = builder.build(0, batch.metadata)
     for impl, window in zip(impls, windows, strict=True):
         cache = make_cache("HND")
@@ -114,7 +114,7 @@ def test_shared_prefix(
         query, output = run_layer(impl, builder.build(0, batch.metadata), batch, cache, k, v)
         check(output, query, batch, k, v)
         outputs.append(output)
-        taken = [node for node in builder.shared[impl.spec].attention.schedule().forest if node.group >= 0]
+        taken = [node for node in builder.planned[impl.spec].attention.schedule().forest if node.group >= 0]
         if mode == "always" or (mode and pays):
             assert (taken[0].num_requests, taken[0].begin_page, taken[0].end_page) == (len(query_lens), 0, 12)
         else:
@@ -214,7 +214,7 @@ def test_plan_follows_the_last_batch() -> None:
     cache, batch = make_cache("NHD"), make_batch([2, 1], [90, 5], seed=1)
     k, v = fill_cache(cache, batch)
     second = builder.build(0, batch.metadata)
-    assert first.shared is second.shared
+    assert first.planned is second.planned
     query, output = run_layer(impl, second, batch, cache, k, v)
     check(output, query, batch, k, v)
 
@@ -235,7 +235,7 @@ def test_layer_that_shares_the_cache_of_another() -> None:
     """vLLM does not update the cache for it."""
     owner, sharer = make_impl(), make_impl(kv_sharing_target_layer_name="layer.0")
     builder, cache, batch = make_builder([owner, sharer]), make_cache("NHD"), make_batch(*MIXED)
-    assert len(builder.shared) == 1
+    assert len(builder.planned) == 1
     k, v = fill_cache(cache, batch)
     metadata = builder.build(0, batch.metadata)
     run_layer(owner, metadata, batch, cache, k, v)
@@ -360,13 +360,13 @@ def test_plans_of_layers_that_vllm_does_not_know() -> None:
     assert layer_specs(make_config(), make_spec(sliding_window=128), ["placeholder"]) == [
         LayerSpec(6, 2, 64, 127)
     ]
-    assert list(make_builder([]).shared) == [LayerSpec(6, 2, 64, -1)]
+    assert list(make_builder([]).planned) == [LayerSpec(6, 2, 64, -1)]
 
 
 def test_implementations_behind_a_composite() -> None:
     impls = [make_impl(), make_impl(sliding_window=9), SimpleNamespace()]
     composite = SimpleNamespace(get_impl_variants=lambda: impls)
-    assert set(make_builder([composite]).shared) == {LayerSpec(6, 2, 64, -1), LayerSpec(6, 2, 64, 8)}
+    assert set(make_builder([composite]).planned) == {LayerSpec(6, 2, 64, -1), LayerSpec(6, 2, 64, 8)}
 
 
 @pytest.mark.parametrize(("variable", "cascade"), [(None, True), ("1", True), ("0", False), ("", False)])
@@ -432,8 +432,8 @@ def test_bits_do_not_depend_on_the_cached_prefix(window: int | None, monkeypatch
         rows = torch.cat([q[-new:] for (q, _), new in zip(whole, query_lens, strict=True)])
         out = torch.full((len(rows) + 2, *rows.shape[1:]), torch.nan)
         impl.forward(None, torch.cat([rows, rows[:2]]), None, None, cache, builder.build(0, some), out)
-        (shared,) = builder.shared.values()
-        schedule = shared.attention.schedule()
+        (layers,) = builder.planned.values()
+        schedule = layers.attention.schedule()
         assert schedule.of_groups("kind")[:4].tolist() == [schedule.max_kind] * 3 + [0]
         for i, last in enumerate(out[: len(rows)].split(query_lens)):
             assert torch.equal(last, whole[i][1][-len(last) :]), (rest, i)

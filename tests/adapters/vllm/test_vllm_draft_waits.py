@@ -100,7 +100,7 @@ def test_nothing_waits(kv_cache_dtype: str) -> None:
     builder, draft = drafting("cuda", kv_cache_dtype)
     names, waits = traced(draft, DRAFTS)
     plans = sum(name in ("plan_kernel", "plan_forest_kernel") for name in names)
-    assert plans >= DRAFTS * STEPS * len(builder.shared), "the trace holds every plan"
+    assert plans >= DRAFTS * STEPS * len(builder.planned), "the trace holds every plan"
     assert not waits, waits[:5]
 
 

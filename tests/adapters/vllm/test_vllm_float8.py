@@ -104,7 +104,7 @@ def test_each_layer_has_its_own_scales() -> None:
     impls = [make_impl(kv_cache_dtype="fp8") for _ in range(2)]
     layers, caches = [layer_of(0.05, 0.3), layer_of(0.6, 0.02)], [cache_of("fp8") for _ in range(2)]
     builder, batch = builder_of(list(impls)), make_batch(*MIXED)
-    assert len(builder.shared) == 1
+    assert len(builder.planned) == 1
     metadata = builder.build(0, batch.metadata)
     for impl, layer, cache in zip(impls, layers, caches, strict=True):
         k, v = fill(impl, layer, cache, batch, torch.float32)
@@ -207,7 +207,7 @@ def test_shared_prefix(kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> 
     k, v = fill(impl, layer, cache, batch, torch.float32)
     query, output = attend_once(impl, layer, cache, builder.build(0, batch.metadata), batch, torch.float32)
     check(output, query, batch, k, v)
-    taken = [node for node in builder.shared[impl.spec].attention.schedule().forest if node.group >= 0]
+    taken = [node for node in builder.planned[impl.spec].attention.schedule().forest if node.group >= 0]
     assert (taken[0].num_requests, taken[0].begin_page, taken[0].end_page) == (4, 0, 12)
 
 

@@ -48,7 +48,7 @@ def test_like_the_path_that_is_not_fused(arguments: dict[str, object], dtype: to
     impls = [make_impl(**arguments) for _ in range(2)]
     cache, batch = make_cache("NHD", dtype=dtype), make_batch(*MIXED)
     builder = make_builder(list(impls), make_spec(dtype=dtype))
-    assert len(builder.shared) == 1
+    assert len(builder.planned) == 1
     metadata = builder.build(0, batch.metadata)
     k, v = fill_cache(cache, batch)
     impls[0].do_kv_cache_update(

@@ -157,7 +157,7 @@ def test_drafts_that_see_both_sides(
         window_left=-1 if window is None else window - 1,
         **of_layer,
     )
-    assert len(builder.shared) == 1
+    assert len(builder.planned) == 1
 
 
 def test_the_window_is_that_of_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ def test_the_window_is_that_of_flash_attn(monkeypatch: pytest.MonkeyPatch) -> No
 def test_one_causal_window_in_a_group_is_enough_to_refuse_a_step_that_is_not_causal() -> None:
     """A group has layers with and without a window if vLLM's hybrid KV cache manager is off."""
     builder = make_builder([make_impl(), make_impl(sliding_window=9)])
-    assert len(builder.shared) == 2
+    assert len(builder.planned) == 2
     with pytest.raises(NotImplementedError, match="layers that were made for causal steps"):
         builder.build(0, make_batch([4], [20], causal=False).metadata)
     builder.build(0, make_batch([4], [20]).metadata)

@@ -79,7 +79,7 @@ def test_workspaces_of_plans(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(layers, "Attention", lambda *heads, **options: gpu.pools)
     with gpu.use_pool():
         builder = make_builder([make_impl(), make_impl(sliding_window=8)], device="cuda:0")
-    assert [plan.attention for plan in builder.shared.values()] == [0, 0]
+    assert [plan.attention for plan in builder.planned.values()] == [0, 0]
     assert asked == [GPU]
 
 
@@ -111,7 +111,7 @@ def test_workspaces_are_outside_torchs_pools() -> None:
         with torch.cuda.use_mem_pool(inner):
             nested = sampler.workspace_of(SimpleNamespace(), GPU)
     assert in_a_pool(direct)
-    attention = builder.shared[impl.spec].attention
+    attention = builder.planned[impl.spec].attention
     held: list[Any] = [
         value for value in vars(attention).values() if isinstance(value, Tensor) and value.numel()
     ]

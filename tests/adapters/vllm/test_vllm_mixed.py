@@ -24,7 +24,7 @@ def test_mixed_batch(dtypes: tuple[torch.dtype, torch.dtype], memory: str) -> No
     batch, cache = make_batch([1, 1, 7, 40, 3], [33, 64, 23, 40, 100]), make_cache(memory, dtype=kv_dtype)
     model = SimpleNamespace(dtype=dtype, get_num_attention_heads=lambda config: 6)
     builder = make_builder([impl], make_spec(dtype=kv_dtype), model_config=model)
-    (plan,) = builder.shared.values()
+    (plan,) = builder.planned.values()
     assert (plan.attention.dtype, plan.attention.kv_dtype) == dtypes
     k, v = torch.randn(2, NUM_PAGES * PAGE, 2, 64).to(dtype)
     for slots in (

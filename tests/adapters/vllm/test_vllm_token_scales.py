@@ -457,7 +457,7 @@ def test_shared_prefix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     metadata = builder.build(0, batch.metadata)
     query, output = attend_once(impl, layer, cache, metadata, batch, torch.float32)
     check(output, query, batch, k, v)
-    taken = [node for node in builder.shared[impl.spec].attention.schedule().forest if node.group >= 0]
+    taken = [node for node in builder.planned[impl.spec].attention.schedule().forest if node.group >= 0]
     assert (taken[0].num_requests, taken[0].begin_page, taken[0].end_page) == (4, 0, 12)
 
 
