@@ -1176,7 +1176,7 @@ class Attention:
                 like = self._like_lse = q.shape, q.new_empty((), dtype=torch.float32).expand(q.shape[:2])
             lse = torch.empty_like(like[1])  # takes half the time of new_empty
         if out is None:
-            is_like_q = self._out_is_like_q and out_scale is None
+            is_like_q = self._out_is_like_q and out_scale is None  # the common case of _new_out()
             out = torch.empty_like(q) if is_like_q else self._new_out(q, out_scale)
         elif out.is_neg() or out.requires_grad:
             check_handle("out", out)

@@ -138,7 +138,7 @@ DataType v_cache_dtype(const TensorView& cache, const AnyView& scale, DataType d
   return k_dtype;
 }
 
-/// Of K and of V: append writes both.
+/// Refuses one tensor as the scales of K and of V: append writes both.
 void check_separate(const QkvParams& params) {
   if (params.k_token_scales.exist() && params.k_token_scales.data == params.v_token_scales.data)
     refuse("kv.v_scale", "kv.k_scale", "another tensor: append writes both");

@@ -29,6 +29,7 @@ from attn_backend.kernels import append
 
 CPU = torch.device("cpu")
 DTYPES = (*TOKEN_DTYPES, *FP4_DTYPES, PAIR)
+SCALES = ("k_scale", "v_scale")
 
 
 def engine_rounds(x: Tensor, dtype: torch.dtype | str, factor: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -251,3 +252,19 @@ def test_k_and_v_with_the_same_scales_are_refused(dtype: torch.dtype) -> None:
     ):
         append_kv(new, new, kv, torch.arange(5))
     assert (scales == 1).all()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_int8_stores_nan_as_0(device: str) -> None:
+    numbers = torch.randn(2, 5, 2, 64, device=device)
+    caches = []
+    for nan in (0.0, torch.nan):
+        numbers[:, :, :, 7] = nan
+        pages = torch.ones(2, 3, 4, 2, 64, dtype=torch.int8, device=device)
+        kv = KVCache.from_pair(*pages, **{name: torch.ones(3, 4, 2, device=device) for name in SCALES})
+        append_kv(*numbers.bfloat16(), kv, torch.arange(5, device=device))
+        caches.append(kv)
+    of_zeros, of_nans = caches
+    assert of_zeros.k.any()
+    for name in ("k", "v", *SCALES):
+        assert getattr(of_zeros, name).equal(getattr(of_nans, name)), name

@@ -83,7 +83,7 @@ class AttnMetadata(AttentionMetadata):
     block_table: torch.Tensor  # int32 [num_reqs, max_blocks]
     slot_mapping: torch.Tensor  # int64 [tokens]
     causal: bool
-    planned: dict[LayerSpec, PlannedLayers]  # by layers' spec; Attentions add spans and ranks
+    planned: dict[LayerSpec, PlannedLayers]  # by the spec of the layers
     prompts: torch.Tensor | None = None  # BSRView.prompts
     context_parallel: ContextParallel | None = None
     # With context_parallel:
