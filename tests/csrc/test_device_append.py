@@ -154,6 +154,29 @@ def _params(problem: Problem) -> _QkvParams:
     return params
 
 
+def aligned_problem(seed: int, head_dim: int, rotary_dim: int, q_heads: int, interleaved: bool) -> Problem:
+    """Without norms."""
+    dtype = torch.bfloat16
+    rng = numpy.random.default_rng([seed, interleaved])
+    kv, storage = empty_cache("tensor", "NHD", 5, 16, head_dim, dtype, torch.device("cpu"))
+    angles = torch.arange(50)[:, None] * frequencies(rotary_dim)
+    table = torch.cat([angles.cos(), angles.sin()], dim=-1).to([dtype, torch.float32][seed % 2])
+    return Problem(
+        torch.randn(9, q_heads + 2 * HEADS, head_dim).to(dtype),
+        q_heads,
+        kv,
+        storage,
+        torch.from_numpy(rng.permutation(80)[:7] - 5),
+        torch.from_numpy(rng.integers(0, 60, 7)),
+        Rotary(table, interleaved),
+        None,
+        None,
+        norm_eps=1e-5,
+        norm_offset=float(seed % 2),
+        out=None,
+    )
+
+
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @pytest.mark.parametrize("block", mostly_slow(range(6), fast=2))
 def test_random_cases(library: ctypes.CDLL, block: int) -> None:
@@ -177,31 +200,14 @@ def test_aligned_heads(library: ctypes.CDLL, interleaved: bool, norms: tuple[str
 
     Numbers of heads that do and do not fill groups.
     """
-    dtype, cpu = torch.bfloat16, torch.device("cpu")
     for seed, (head_dim, rotary_dim, q_heads) in enumerate(
         [(128, 128, 4), (64, 32, 5), (96, 96, 1), (256, 64, 3), (16, 16, 2)]
     ):
-        rng = numpy.random.default_rng([seed, interleaved, len(norms)])
-        kv, storage = empty_cache("tensor", "NHD", 5, 16, head_dim, dtype, cpu)
-        angles = torch.arange(50)[:, None] * frequencies(rotary_dim)
-        table = torch.cat([angles.cos(), angles.sin()], dim=-1).to([dtype, torch.float32][seed % 2])
-        problem = Problem(
-            torch.randn(9, q_heads + 2 * HEADS, head_dim).to(dtype),
-            q_heads,
-            kv,
-            storage,
-            torch.from_numpy(rng.permutation(80)[:7] - 5),
-            torch.from_numpy(rng.integers(0, 60, 7)),
-            Rotary(table, interleaved),
-            None,
-            None,
-            norm_eps=1e-5,
-            norm_offset=float(seed % 2),
-            out=None,
-        )
+        problem = aligned_problem(seed, head_dim, rotary_dim, q_heads, interleaved)
+        dtype = problem.qkv.dtype
         for name in norms:
             setattr(problem, name, torch.randn(head_dim).to(dtype))
-        kernel = library.device_append_qkv(ctypes.byref(_params(problem)), kv.page_size, True)
+        kernel = library.device_append_qkv(ctypes.byref(_params(problem)), problem.kv.page_size, True)
         assert kernel == (NORMED if norms else PLAIN)
         problem.check()
 
@@ -469,34 +475,68 @@ def test_scales_of_blocks(library: ctypes.CDLL, dtype: str) -> None:
             continue
         if seed % 3 == 0:
             problem.rotary = problem.q_norm = problem.k_norm = None
-        rotation = seed % 4 == 1
-        on_cpu, written = (cache_for(problem, dtype, ("NHD", "HND")[seed % 2]) for _ in range(2))
-        params = _params(problem)
-        params.k_cache, params.v_cache = _cache(written.k), _cache(written.v)
-        for which in "kv":
-            scale = getattr(written, f"{which}_scale")
-            strides = [stride // 4 for stride in scale.blocks.stride()[:3]]
-            setattr(params, f"{which}_token_scales", _KvTensor(scale.blocks.data_ptr(), *strides))
-            setattr(params, f"{which}_factor", scale.factor)
-        params.scales = KvScales(KvScale.of(None), KvScale.of(None), values_of("DataType")[ALL_DTYPES[dtype]])
-        params.rotates_rows = rotation
-        append_qkv(
-            *(problem.q.clone(), problem.k, problem.v, on_cpu, problem.slots),
-            **problem.options,
-            rotation=rotation,
+        kinds.add(
+            _check_blocks(library, problem, dtype, ("NHD", "HND")[seed % 2], seed % 4 == 1, seed % 3 == 0)
         )
-        kernel = library.device_append_qkv(
-            ctypes.byref(params), problem.kv.page_size, problem.qkv.dtype == torch.bfloat16
-        )
-        kinds.add(kernel)
-        for which in "kv":
-            rows = [getattr(kv, which) for kv in (on_cpu, written)]
-            blocks = [getattr(kv, f"{which}_scale").blocks.view(torch.uint8) for kv in (on_cpu, written)]
-            for of_cpu, of_device in (rows, blocks):
-                if seed % 3 == 0 and not rotation:
-                    assert torch.equal(of_cpu, of_device)
-                assert (of_cpu != of_device).float().mean() <= 0.01
     assert len(kinds - {ROUNDED}) >= 2
+
+
+def _check_blocks(
+    library: ctypes.CDLL, problem: Problem, dtype: str, layout: str, rotation: bool, is_exact: bool
+) -> int:
+    """is_exact: without norm and RoPE. Returns the kernel."""
+    on_cpu, written = (cache_for(problem, dtype, layout) for _ in range(2))
+    params = _params(problem)
+    params.k_cache, params.v_cache = _cache(written.k), _cache(written.v)
+    for which in "kv":
+        scale = getattr(written, f"{which}_scale")
+        strides = [stride // 4 for stride in scale.blocks.stride()[:3]]
+        setattr(params, f"{which}_token_scales", _KvTensor(scale.blocks.data_ptr(), *strides))
+        setattr(params, f"{which}_factor", scale.factor)
+    params.scales = KvScales(KvScale.of(None), KvScale.of(None), values_of("DataType")[ALL_DTYPES[dtype]])
+    params.rotates_rows = rotation
+    append_qkv(
+        *(problem.q.clone(), problem.k, problem.v, on_cpu, problem.slots),
+        **problem.options,
+        rotation=rotation,
+    )
+    kernel = library.device_append_qkv(
+        ctypes.byref(params), problem.kv.page_size, problem.qkv.dtype == torch.bfloat16
+    )
+    for which in "kv":
+        rows = [getattr(kv, which) for kv in (on_cpu, written)]
+        blocks = [getattr(kv, f"{which}_scale").blocks.view(torch.uint8) for kv in (on_cpu, written)]
+        for of_cpu, of_device in (rows, blocks):
+            if is_exact and not rotation:
+                assert torch.equal(of_cpu, of_device)
+            assert (of_cpu != of_device).float().mean() <= 0.01
+    return kernel
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("dtype", [INT4, *FP4_DTYPES])
+@pytest.mark.parametrize("rotation", [False, True])
+def test_lanes_whose_columns_are_apart(library: ctypes.CDLL, rotation: bool, dtype: str) -> None:
+    """Aligned heads, for the kernels whose lanes quantize the columns that they load, where they can.
+
+    Halves of heads pair up, or neighbors; all, a part or none of a head turns.
+    """
+    for seed, (head_dim, rotary_dim) in enumerate(
+        [(64, 64), (128, 128), (192, 192), (256, 256), (128, 64), (256, 64), (64, 48), (192, 16)]
+    ):
+        for interleaved in (False, True):
+            problem = aligned_problem(seed, head_dim, rotary_dim, 3, interleaved)
+            if dtype != INT4:
+                kernel = _check_blocks(library, problem, dtype, ("NHD", "HND")[seed % 2], rotation, False)
+                assert kernel == PLAIN
+                continue
+            written, params = cache_for(problem, INT4), _params(problem)
+            params.k_cache, params.v_cache = _cache(written.k), _cache(written.v)
+            params.k_token_scales, params.v_token_scales = _cache(written.k_scale), _cache(written.v_scale)
+            params.scales = KvScales(KvScale.of(None), KvScale.of(None), values_of("DataType")["kInt4"])
+            params.rotates_rows = rotation
+            assert library.device_append_qkv(ctypes.byref(params), problem.kv.page_size, True) == PLAIN
+            check_token_scaled(problem, written, rotation=rotation)
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")

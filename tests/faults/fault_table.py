@@ -1138,9 +1138,23 @@ FAULTS = (
     Fault(
         "append_qkv: each lane has its own scale",
         "csrc/cache/append_qkv.cuh",
-        "      over_lanes(limits, lanes, larger);\n",
-        "",
+        "\n      over_lanes(limits, lanes, larger);\n",
+        "\n",
         ("tests/csrc/test_device_append.py", "-k", "each_token_and_head"),
+    ),
+    Fault(
+        "append_qkv: a block of a lane's halves is its own",
+        "csrc/cache/append_qkv.cuh",
+        "if (has_half_blocks) limits[half] = larger(",
+        "if (!is_apart) limits[half] = larger(",
+        ("tests/csrc/test_device_append.py", "-k", "columns_are_apart and False"),
+    ),
+    Fault(
+        "append_qkv: heads turn in place that are two blocks of a rotation",
+        "csrc/cache/append_qkv.cuh",
+        "return rotation_block(p.head_dim) == p.head_dim && (",
+        "return (",
+        ("tests/csrc/test_device_append.py", "-k", "columns_are_apart and True"),
     ),
     Fault(
         "CPU: V has the scales of K",
