@@ -51,10 +51,13 @@ STOCK_OF_FAMILY = {
 }
 # In prompt graphs attention's output has Q's dimensions with any backend, which Gemma 3n does not accept.
 # SGLang 0.5.23 refuses such graphs if layers share a cache, as in Gemma 4. With images it makes none itself.
-# The tiny Gemma 4 for text has no processor.
+# The tiny Gemma 4 for text has no processor. Prompt graphs of Falcon-H1 read memory that is not theirs in
+# 0.5.23, with any backend. By default the experts of Nemotron-H need FlashInfer.
 GPU_OPTIONS_OF_FAMILY: dict[str, dict[str, Any]] = {
     "gemma3n": {"disable_prefill_cuda_graph": True},
     "gemma4": {"enable_multimodal": False, "disable_prefill_cuda_graph": True},
+    "falcon_h1": {"disable_prefill_cuda_graph": True},
+    "nemotron_h": {"moe_runner_backend": "triton"},
     "mimo": {"trust_remote_code": True},
 }
 # The transformers of SGLang 0.5.17 does not know MiMo V2; published checkpoints include their configuration
