@@ -38,6 +38,7 @@ MAY_IMPORT = {
         "machine",
         "metadata",
         "settings",
+        "stored_formats",
         "validation",
         "variants",
     },

@@ -20,12 +20,14 @@ from ..jit.manifest import (
     TOKEN_SCALES_TEXT,
     HeadDims,
 )
+from ..stored_formats import BY_DTYPE, FORMATS
 from .console import explained
 
 if TYPE_CHECKING:
     from ..variants import Variant
 
-_DTYPES = ("bfloat16", "float16", "float32")
+_DTYPES = tuple(stored.dtype for stored in FORMATS if not stored.has_scales)
+_CUDA_DTYPES = tuple(stored.dtype for stored in FORMATS if stored.bits == 16)
 
 
 EPILOG = """examples:
@@ -55,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     variant.add_argument(
         "--kv-dtype",
-        choices=manifest.CACHE_ELEMENT_NAMES | manifest.TOKEN_ELEMENT_NAMES,
+        choices=dict.fromkeys(stored.dtype for stored in FORMATS if stored.bits < 32),
         help="dtype of the cache (default: Q's). Also without --variant",
     )
     variant.add_argument(
@@ -137,9 +139,10 @@ def _check_combinations(arguments: argparse.Namespace) -> None:
         ValueError: such an option.
     """
     kv_dtype, chooses = arguments.kv_dtype, _chooses(arguments)
-    arguments.token_scales |= kv_dtype in manifest.FOUR_BIT_NAMES
-    has_token_scales = arguments.token_scales and kv_dtype in manifest.TOKEN_ELEMENT_NAMES
-    with_token_scales = " or ".join(manifest.TOKEN_ELEMENT_NAMES)
+    arguments.token_scales |= any(stored.dtype == kv_dtype and stored.head_columns for stored in FORMATS)
+    has_token_scales = arguments.token_scales and (kv_dtype, True) in BY_DTYPE
+    with_token_scales = " or ".join(stored.dtype for stored in FORMATS if stored.has_token_scales)
+    given_scales = BY_DTYPE.get((kv_dtype, False))
     only_with_variant = {
         "--sinks": arguments.sinks,
         "--levels": arguments.levels,
@@ -148,7 +151,7 @@ def _check_combinations(arguments: argparse.Namespace) -> None:
     for_some = "--head-dim, --kv-dtype, --float8-out or --rotation"
     rules = (
         (
-            arguments.float8_q and kv_dtype not in manifest.KV_ELEMENT_NAMES,
+            arguments.float8_q and not (given_scales and given_scales.has_scales),
             "--float8-q is given, must come with --kv-dtype of 8 bits",
         ),
         (
@@ -248,11 +251,11 @@ def _compile_variants(arguments: argparse.Namespace) -> None:
         variant = _imported(place)
         variant = variant.across_levels() if arguments.levels else variant
         for dtype in arguments.dtype or ["bfloat16"]:
-            is_16_bits, names = dtype in manifest.ELEMENT_NAMES, " or ".join(manifest.ELEMENT_NAMES)
+            is_16_bits, names = dtype in _CUDA_DTYPES, " or ".join(_CUDA_DTYPES)
             rules = (
                 (on_gpu and not is_16_bits, f"--dtype is {dtype}, must be {names} on a GPU"),
                 (
-                    arguments.kv_dtype in manifest.ELEMENT_NAMES and not is_16_bits,
+                    arguments.kv_dtype in _CUDA_DTYPES and not is_16_bits,
                     f"--kv-dtype is {arguments.kv_dtype}, must be {dtype} or of 8 bits",
                 ),
             )
@@ -281,16 +284,12 @@ def _compile_head_dims(arguments: argparse.Namespace) -> None:
     )
     kv_element = manifest.kv_element_of(arguments.kv_dtype, "", arguments.token_scales)
     _check_heads(arguments, head_dims, "", on_cpu=False)
+    allowed = [dtype for dtype in _CUDA_DTYPES if dtype != arguments.kv_dtype]  # the cache's differs from Q's
     elements = [
-        manifest.ELEMENT_NAMES[dtype]
-        for dtype in arguments.dtype or manifest.ELEMENT_NAMES
-        if dtype in manifest.ELEMENT_NAMES
+        BY_DTYPE[dtype, False].element for dtype in arguments.dtype or _CUDA_DTYPES if dtype in allowed
     ]
-    elements = [element for element in elements if element != kv_element]  # the cache's type differs from Q's
     if not elements:
-        others = " or ".join(
-            name for name, element in manifest.ELEMENT_NAMES.items() if element != kv_element
-        )
+        others = " or ".join(allowed)
         raise ValueError(
             f"--dtype is {', '.join(arguments.dtype)}, must be {others} on a "
             f"GPU{f' with --kv-dtype {arguments.kv_dtype}' if kv_element else ''}"

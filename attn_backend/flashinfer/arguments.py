@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..jit.manifest import CPU_HEAD_DIMS_TEXT, CUDA_HEAD_DIMS_TEXT, HeadDims
 from ..kernels.attention import FLOAT8_Q_DTYPES
-from ..kernels.native import DTYPE_NAMES, KV_DTYPE_NAMES
+from ..kernels.native import CUDA_DTYPES
 from ..metadata import KVCache, PageTable
-from ..metadata.kv_cache import SCALED_DTYPES
+from ..metadata.kv_cache import FORMATS_BY_DTYPE, SCALED_DTYPES
 from ..validation import refuse, require
 from ..variants import Variant, builtin, packbits, segment_packbits
 from ..variants.builtin import alibi_slopes
@@ -52,7 +52,7 @@ def element_types(
     float8_q, float8_out = q_type in FLOAT8_Q_DTYPES, o_type == torch.float8_e4m3fn
     if q_type.itemsize == 1 and not float8_q:
         not_supported(f"q_data_type = {q_type}")
-    is_mixed = {q_type, kv_type} == DTYPE_NAMES.keys()
+    is_mixed = {q_type, kv_type} == {*CUDA_DTYPES}
     if kv_type != q_type and not is_mixed and (float8_q or kv_type not in SCALED_DTYPES):
         not_supported(f"kv_data_type = {kv_type} with q_data_type = {q_type}")
     if o_type.itemsize == 1 and not float8_out:
@@ -379,7 +379,11 @@ def heads_of(
             refuse("kv_data_type", kv_data_type, "float8_e4m3fn with use_token_head_sf=True")
         if heads.float8_q:
             refuse("q_data_type", q_data_type, "float16 or bfloat16 with use_token_head_sf=True")
-    if heads.float8_q and device.type == "cuda" and not dims.runs_over(KV_DTYPE_NAMES[heads.q_dtype], True):
+    if (
+        heads.float8_q
+        and device.type == "cuda"
+        and not dims.runs_over(FORMATS_BY_DTYPE[heads.q_dtype].element, True)
+    ):
         not_supported(f"q_data_type = {heads.q_dtype} with head_dim = {dims} on CUDA")
     return heads
 

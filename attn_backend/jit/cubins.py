@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from ..settings import Settings
+from ..stored_formats import BY_DTYPE
 from . import code_address, compilers, kernel_cache, manifest, progress
 from .compilers import headers_digest, nvcc, nvcc_version
 from .kernel_cache import cache_dir
@@ -395,7 +396,7 @@ def find_library(
     """The shared library of a variant's kernels for a CPU, checked to be complete; compiled now if missing.
 
     isa: the selected one (csrc/common/cpu/isa.h). dtype: torch's name. widens: for caches with
-    scales, of all elements of CUDA_KV_ELEMENTS (file names say float8). ahead: as in find_variant_kernel().
+    scales, of all elements of SCALED_ELEMENTS (file names say float8). ahead: as in find_variant_kernel().
 
     Raises:
         RuntimeError: it is missing and cannot be compiled, or must not be.
@@ -574,7 +575,7 @@ def compile_ahead(
         if target == "cpu":
             of_products = manifest.multiplied_dtype(dtype, kv_element)
             entries.append(
-                find_library(variant, isa, of_products, head_dim, kv_element in manifest.CUDA_KV_ELEMENTS)
+                find_library(variant, isa, of_products, head_dim, kv_element in manifest.SCALED_ELEMENTS)
             )
             continue
         arch = arch_of_target(target)
@@ -586,7 +587,7 @@ def compile_ahead(
             )
         design = designs[design_name or next(iter(designs))]
         shape = manifest.KernelShape(
-            manifest.ELEMENT_NAMES[dtype], HeadDims.of(head_dim), kv_element, float8_q, float8_out, rotation
+            BY_DTYPE[dtype, False].element, HeadDims.of(head_dim), kv_element, float8_q, float8_out, rotation
         )
         kernels = manifest.variant_kernels(arch, design, shape, variant, sinks)
         entries += [find_variant_kernel(variant, kernel, target) for kernel in kernels.values()]

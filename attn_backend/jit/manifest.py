@@ -14,7 +14,7 @@ from functools import cache
 from string import Template
 from typing import NamedTuple, Protocol
 
-from ..stored_formats import FORMATS
+from ..stored_formats import BY_DTYPE, BY_ELEMENT, FORMATS
 
 SM90, SM80 = "sm_90a", "sm_80"
 
@@ -114,10 +114,12 @@ class HeadDims(NamedTuple):
             return False
         if kv_element == "latent":
             return self == MLA_HEAD_DIMS
-        step = FORMATS_BY_ELEMENT[kv_element].head_columns if kv_element in FORMATS_BY_ELEMENT else 0
-        if step and any(dim % step for dim in self):
+        if kv_element is None:
+            return self.runs_on_cuda
+        stored = BY_ELEMENT[kv_element]
+        if stored.head_columns and any(dim % stored.head_columns for dim in self):
             return False
-        return self.runs_on_cuda and not (self.is_wide and kv_element in TOKEN_ELEMENTS)
+        return self.runs_on_cuda and not (self.is_wide and stored.has_token_scales)
 
     @property
     def may_be_rotated(self) -> bool:
@@ -152,20 +154,10 @@ LATENT_HEAD_DIMS_TEXT = (
 )
 
 
-CUDA_ELEMENTS = {"bf16": "BFloat16", "f16": "Float16"}
-STATE_ELEMENTS = {"f32": "Float32State"} | CUDA_ELEMENTS
-ELEMENT_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # keys are torch's names
-# Caches with scales, by their elements (stored_formats.py), which are narrower than Q's, or the same under
-# float8_q. latent: MLA, scales per row. TOKEN_ELEMENTS: with a scale for each token and head, or more.
-FORMATS_BY_ELEMENT = {stored.element: stored for stored in FORMATS}
-CUDA_KV_ELEMENTS = {stored.element: stored.struct for stored in FORMATS}
-TOKEN_ELEMENTS = {stored.element: stored.struct for stored in FORMATS if stored.has_token_scales}
-DEQUANTIZED_ELEMENTS = {name: struct for name, struct in CUDA_KV_ELEMENTS.items() if name != "latent"}
-# by torch's names
-KV_ELEMENT_NAMES = {stored.dtype: stored.element for stored in FORMATS if not stored.has_token_scales}
-TOKEN_ELEMENT_NAMES = {stored.dtype: stored.element for stored in FORMATS if stored.has_token_scales}
-FOUR_BIT_NAMES = {stored.dtype: stored.element for stored in FORMATS if stored.head_columns}
-CACHE_ELEMENT_NAMES = KV_ELEMENT_NAMES | ELEMENT_NAMES
+# Elements (stored_formats.py): of Q and O, except 8-bit ones; of caches with scales, which are narrower than
+# Q's, or the same under float8_q.
+CUDA_ELEMENTS = tuple(stored.element for stored in FORMATS if stored.bits == 16)
+SCALED_ELEMENTS = tuple(stored.element for stored in FORMATS if stored.has_scales)
 STANDARD_VARIANTS = {"standard": "StandardVariant", "sinks": "WithSinks<attn::StandardVariant>"}
 FLOAT8_OUT = "float8_out_"  # prefix, in csrc/, of kernels with 8-bit output
 # for variants, these are compiled only when a cache needs them
@@ -278,7 +270,7 @@ class Design:
         """
         return (
             dict([*self.cubins.items()][:1])
-            if shape.dims.is_wide and shape.kv_element in CUDA_KV_ELEMENTS
+            if shape.dims.is_wide and shape.kv_element in SCALED_ELEMENTS
             else self.cubins
         )
 
@@ -318,26 +310,19 @@ def attention_name(stem: str, shape: KernelShape, variant: str = "standard") -> 
 
 
 def kv_element_of(kv_dtype: str | None, dtype: str, token_scales: bool = False) -> str | None:
-    """The element of a cache whose type differs from Q and O: one of CUDA_KV_ELEMENTS, or the other 16-bit
+    """The element of a cache whose type differs from Q and O: one of SCALED_ELEMENTS, or the other 16-bit
     type. None: the cache has dtype. token_scales: the cache has a scale for each token and head.
 
     Dtypes are torch's names.
     """
-    names = TOKEN_ELEMENT_NAMES if token_scales else CACHE_ELEMENT_NAMES
-    return None if kv_dtype is None or kv_dtype == dtype else names[kv_dtype]
+    return None if kv_dtype is None or kv_dtype == dtype else BY_DTYPE[kv_dtype, token_scales].element
 
 
 def multiplied_dtype(dtype: str, kv_element: str | None) -> str:
     """The dtype that is multiplied, by torch's name. An 8-bit cache is dequantized to Q's dtype; Q is
     converted to the dtype of another 16-bit cache.
     """
-    return kv_dtype_of(kv_element) if kv_element in CUDA_ELEMENTS else dtype
-
-
-def kv_dtype_of(kv_element: str | None) -> str:
-    """torch's name for an element from kv_element_of()."""
-    names = (*CACHE_ELEMENT_NAMES.items(), *TOKEN_ELEMENT_NAMES.items())
-    return next(dtype for dtype, element in names if element == kv_element)
+    return dtype if kv_element is None or kv_element in SCALED_ELEMENTS else BY_ELEMENT[kv_element].dtype
 
 
 def merge_name(element: str, variant: str = "") -> str:
@@ -350,8 +335,8 @@ def append_qkv_name(element: str, kv_element: str | None = None, rotation: bool 
     writes all 8-bit caches, another one all with a scale for each token and head, except for 4 bits.
     rotation: rotates K and V.
     """
-    of_cache = FORMATS_BY_ELEMENT[kv_element].append[0] if kv_element in FORMATS_BY_ELEMENT else kv_element
-    return f"append_qkv_{element}{f'_{of_cache}' if of_cache else ''}{ROTATED if rotation else ''}"
+    of_cache = f"_{BY_ELEMENT[kv_element].append[0]}" if kv_element else ""
+    return f"append_qkv_{element}{of_cache}{ROTATED if rotation else ''}"
 
 
 def dequantize_name(element: str, kv_element: str) -> str:
@@ -604,24 +589,21 @@ using KernelElement = $element;
 def attention_source(stem: str, shape: KernelShape, variant_type: str) -> str:
     """stem: a value of Design.cubins."""
     element, dims, kv_element, float8_q, float8_out, rotation = shape
-    is_dequantized = kv_element in CUDA_KV_ELEMENTS
+    stored = BY_ELEMENT[kv_element or element]
     # A cache of 8 or 4 bits is dequantized to Q's type; Q of another 16-bit type is converted to the cache's.
     elements = [
-        element if is_dequantized else kv_element,
-        kv_element,
-        kv_element if float8_q else element,
+        element if stored.has_scales else stored.element,
+        stored.element,
+        stored.element if float8_q else element,
         OUT_ELEMENT if float8_out else element,
     ]
     variant = f"attn::{variant_type}"
     variant = f"attn::WithRotation<{variant}>" if rotation else variant
-    if is_dequantized:
-        has_token_scales = kv_element in TOKEN_ELEMENTS
+    if stored.has_scales:
         wrapped = "WithScaledLoads" if dims == MLA_HEAD_DIMS else "WithScales"
-        wrapped = "WithTokenScales" if has_token_scales else wrapped
+        wrapped = "WithTokenScales" if stored.has_token_scales else wrapped
         variant = f"attn::{wrapped}<{variant}{', true' if float8_q else ''}>"
-    of_products, of_cache, of_q, of_out = (
-        f"attn::{(CUDA_ELEMENTS | CUDA_KV_ELEMENTS)[of or element]}" for of in elements
-    )
+    of_products, of_cache, of_q, of_out = (f"attn::{BY_ELEMENT[of].struct}" for of in elements)
     traits = (
         f"attn::Traits<{of_products}, {of_cache}, attn::HeadShape<{dims.qk}, {dims.v}>, {variant}, "
         f"{of_q}, {of_out}>"
@@ -631,7 +613,7 @@ def attention_source(stem: str, shape: KernelShape, variant_type: str) -> str:
         "sm90": (_SM90_ATTENTION, "BoxCopier"),
         "sm90_gather": (_SM90_ATTENTION, "RowCopier"),
     }[stem]
-    if copier and dims.is_wide and is_dequantized:
+    if copier and dims.is_wide and stored.has_scales:
         copier = "DequantizingCopier"
     gathers = ", true" if copier == "RowCopier" else ""
     return template.substitute(traits=traits, copier=copier, gathers=gathers)
@@ -639,15 +621,15 @@ def attention_source(stem: str, shape: KernelShape, variant_type: str) -> str:
 
 def merge_source(element: str, variant_type: str) -> str:
     """element: of O."""
-    return _MERGE.substitute(element=(CUDA_ELEMENTS | CUDA_KV_ELEMENTS)[element], variant=variant_type)
+    return _MERGE.substitute(element=BY_ELEMENT[element].struct, variant=variant_type)
 
 
-def dequantize_source(element: str, stored: str) -> str:
-    """stored: of DEQUANTIZED_ELEMENTS."""
+def dequantize_source(element: str, kv_element: str) -> str:
+    stored = BY_ELEMENT[kv_element]
     return _DEQUANTIZE.substitute(
-        element=CUDA_ELEMENTS[element],
-        stored=DEQUANTIZED_ELEMENTS[stored],
-        has_scales=str(stored in TOKEN_ELEMENTS).lower(),
+        element=BY_ELEMENT[element].struct,
+        stored=stored.struct,
+        has_scales=str(stored.has_token_scales).lower(),
     )
 
 
@@ -670,7 +652,7 @@ def attention_kernels(shape: KernelShape, variants: Iterable[str] = STANDARD_VAR
 
 
 def shape_of(name: str) -> KernelShape | None:
-    element, kv_element = "|".join(CUDA_ELEMENTS), "|".join(CUDA_KV_ELEMENTS | CUDA_ELEMENTS)
+    element, kv_element = "|".join(CUDA_ELEMENTS), "|".join((*SCALED_ELEMENTS, *CUDA_ELEMENTS))
     elements = rf"({element})(?:_({kv_element})(_q)?)?(_to_{OUT_ELEMENT})?({ROTATED})?"
     shape = re.fullmatch(rf"attention_.*?_{elements}_d(\d+(?:_\d+)?)_.*", name)
     if shape is None or shape[1] == shape[2]:
@@ -688,7 +670,7 @@ def shape_of(name: str) -> KernelShape | None:
 def shipped_appends() -> list[tuple[str | None, bool]]:
     """The caches (kv_element, rotation) whose append kernels are built ahead of time: one for each kernel."""
     elements = (*SHIPPED_TOKEN_ELEMENTS, *SHIPPED_PAIRS)
-    of_tokens = {FORMATS_BY_ELEMENT[element].append[0]: element for element in elements}
+    of_tokens = {BY_ELEMENT[element].append[0]: element for element in elements}
     return [(element, element in SHIPPED_ROTATED) for element in (None, "e4m3", *of_tokens.values())]
 
 
@@ -701,7 +683,7 @@ def late_append(name: str) -> tuple[str, str | None, bool] | None:
     made = (
         (element, of_cache if of_cache != element else None, rotation)
         for element in CUDA_ELEMENTS
-        for of_cache in (None, "e4m3", *TOKEN_ELEMENTS, *CUDA_ELEMENTS)
+        for of_cache in (None, *SCALED_ELEMENTS, *CUDA_ELEMENTS)
         for rotation in (False, True)
     )
     return next((arguments for arguments in made if append_qkv_name(*arguments) == name), None)
@@ -724,9 +706,9 @@ def cache_options(kv_element: str | None, float8_q: bool, float8_out: bool, rota
     of_cache = (
         ""
         if kv_element is None
-        else f" --kv-dtype {kv_dtype_of(kv_element)}{' --float8-q' if float8_q else ''}"
+        else f" --kv-dtype {BY_ELEMENT[kv_element].dtype}{' --float8-q' if float8_q else ''}"
     )
-    if kv_element in TOKEN_ELEMENTS and kv_element not in FOUR_BIT_NAMES.values():
+    if kv_element and BY_ELEMENT[kv_element].has_token_scales and not BY_ELEMENT[kv_element].head_columns:
         of_cache += " --token-scales"
     return f"{of_cache}{' --float8-out' if float8_out else ''}{' --rotation' if rotation else ''}"
 
@@ -777,17 +759,15 @@ def append_qkv_kernel(element: str, kv_element: str | None = None, rotation: boo
     """The kernel of append_qkv_name(). The wheel has none for Q and a cache of different 16-bit types. For
     other caches it has a kernel that rotates rows (SHIPPED_ROTATED), or a kernel that does not.
     """
-    has_scales = kv_element in KV_ELEMENT_NAMES.values()  # which are given
+    stored, struct = BY_ELEMENT[kv_element or element], BY_ELEMENT[element].struct
     text = _APPEND_QKV.substitute(
-        element=CUDA_ELEMENTS[element],
-        cache_element=CUDA_ELEMENTS.get(kv_element or "", CUDA_ELEMENTS[element]),
+        element=struct,
+        cache_element=struct if stored.has_scales else stored.struct,
         rotates=str(rotation).lower(),
-        quantizer=FORMATS_BY_ELEMENT[kv_element].append[1]
-        if kv_element in FORMATS_BY_ELEMENT
-        else "Elements16Bits",
-        entry="pair" if kv_element in FORMATS_BY_ELEMENT and FORMATS_BY_ELEMENT[kv_element].pair else "qkv",
+        quantizer=stored.append[1],
+        entry="pair" if stored.pair else "qkv",
     )
-    text += '#include "cache/append_rounded.cu"\n' if has_scales and not rotation else ""
+    text += '#include "cache/append_rounded.cu"\n' if stored.has_given_scales and not rotation else ""
     return Kernel(append_qkv_name(element, kv_element, rotation), ARCHS, text)
 
 
@@ -804,18 +784,29 @@ def _all() -> tuple[Kernel, ...]:
             for kv_element, rotation in shipped_appends()
         ),
         *(
-            Kernel(dequantize_name(element, stored), (SM90,), dequantize_source(element, stored))
+            Kernel(dequantize_name(element, kv_element), (SM90,), dequantize_source(element, kv_element))
             for element in CUDA_ELEMENTS
-            for stored in DEQUANTIZED_ELEMENTS
+            for kv_element in SCALED_ELEMENTS
+            if kv_element != "latent"
         ),
         *_attention_kernels(),
         *(
-            Kernel(merge_states_name(name), ARCHS, _MERGE_STATES.substitute(element=element))
-            for name, element in STATE_ELEMENTS.items()
+            Kernel(
+                merge_states_name(stored.element),
+                ARCHS,
+                _MERGE_STATES.substitute(element=stored.struct if stored.bits == 16 else "Float32State"),
+            )
+            for stored in FORMATS
+            if not stored.has_scales
         ),
         *(
-            Kernel(sampling_name(name), ARCHS, _SAMPLING_LOGITS.substitute(element=f"{element}Element"))
-            for name, element in (("f32", "Float32"), ("f16", "Float16"), ("bf16", "BFloat16"))
+            Kernel(
+                sampling_name(stored.element),
+                ARCHS,
+                _SAMPLING_LOGITS.substitute(element=f"{stored.struct}Element"),
+            )
+            for stored in FORMATS
+            if not stored.has_scales
         ),
         *(
             Kernel(sampling_name(name), ARCHS, f'#include "sampling/device/{name}.cu"\n')

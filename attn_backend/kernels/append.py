@@ -15,9 +15,10 @@ from torch.compiler import is_compiling
 from ..jit.manifest import append_qkv_name
 from ..metadata import KVCache
 from ..metadata.kv_cache import (
+    FORMATS_BY_DTYPE,
     SCALED_DTYPES,
     SCALED_LATENT_DTYPE,
-    TOKEN_SCALED_DTYPES,
+    TOKEN_SCALED_FORMATS,
     BlockScales,
     CacheDtype,
     named_tensors,
@@ -35,7 +36,7 @@ from ..validation import (
     short_repr,
 )
 from . import torch_ops
-from .native import DTYPE_NAMES, by_name, kernel_file, kv_element_of, library
+from .native import CUDA_DTYPES, by_name, kernel_file, kv_element_of, library
 
 
 @torch_ops.eager
@@ -84,11 +85,11 @@ def qkv_kernel_file(
     """The kernel that writes heads of dtype to a cache of kv_dtype. Returns "" on a CPU, and for unsupported
     dtypes, which are refused.
     """
-    known = TOKEN_SCALED_DTYPES if token_scales else (*SCALED_DTYPES, *DTYPE_NAMES)
-    if dtype not in DTYPE_NAMES or kv_dtype not in known:
+    known = TOKEN_SCALED_FORMATS if token_scales else (*SCALED_DTYPES, *CUDA_DTYPES)
+    if dtype not in CUDA_DTYPES or kv_dtype not in known:
         return ""
     kv_element = kv_element_of(kv_dtype, dtype, token_scales)
-    return kernel_file(append_qkv_name(DTYPE_NAMES[dtype], kv_element, rotation), device)
+    return kernel_file(append_qkv_name(FORMATS_BY_DTYPE[dtype].element, kv_element, rotation), device)
 
 
 @torch_ops.eager
@@ -387,7 +388,7 @@ class _Launchers(dict[int, Callable[..., Any]]):
 _launchers = _Launchers()
 
 
-_TOKEN_SCALED_BYTES = (*TOKEN_SCALED_DTYPES, torch.uint8)  # as tensors have them
+_TOKEN_SCALED_BYTES = (*TOKEN_SCALED_FORMATS, torch.uint8)  # as tensors have them
 
 
 @torch_ops.eager
@@ -443,7 +444,7 @@ def append_kv(
             rounds = k.dtype is not k_cache.dtype and (
                 has_token_scales
                 or k_cache.dtype in SCALED_DTYPES
-                or {k.dtype, k_cache.dtype} == DTYPE_NAMES.keys()
+                or {k.dtype, k_cache.dtype} == {*CUDA_DTYPES}
             )
             if rotation or rounds:
                 file = qkv_kernel_file(k_cache.device, k.dtype, kv.stored_dtype, has_token_scales, rotation)

@@ -36,9 +36,11 @@ from ..jit.manifest import (
 )
 from ..metadata import BSRView, Composition
 from ..metadata.kv_cache import (
+    FORMATS_BY_DTYPE,
     FOUR_BIT_COLUMNS,
     SCALED_DTYPES,
-    TOKEN_SCALED_DTYPES,
+    SCALED_LATENT_DTYPE,
+    TOKEN_SCALED_FORMATS,
     BlockScales,
     CacheDtype,
     CacheScale,
@@ -65,14 +67,12 @@ from ..validation import (
 from ..variants import Variant
 from . import selection, torch_ops
 from .native import (
-    ALL_DTYPES,
-    DTYPE_NAMES,
-    DTYPES,
-    KV_DTYPE_NAMES,
-    KV_DTYPES,
+    CPU_DTYPES,
+    CUDA_DTYPES,
     InUseError,
     arch_on,
     by_name,
+    data_type,
     in_order,
     is_captured,
     kernel_file,
@@ -187,7 +187,6 @@ class AttentionConfig:
 
     def pack(self, attention_variant: AttentionVariant | None) -> bytes:
         """Packs AttentionConfig of csrc/. attention_variant: made from `variant`."""
-        data_types = values_of("DataType")
         variant = None if attention_variant is None else attention_variant.variant
         design = self.design
         return pack(
@@ -197,9 +196,9 @@ class AttentionConfig:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             head_dim_v=self.head_dim_v,
-            dtype=data_types[DTYPES[self.dtype]],
-            q_dtype=data_types[ALL_DTYPES[self.q_dtype]],
-            kv_dtype=data_types[ALL_DTYPES[self.kv_dtype]],
+            dtype=data_type(self.dtype),
+            q_dtype=data_type(self.q_dtype),
+            kv_dtype=data_type(self.kv_dtype),
             max_rows=self.max_rows,
             max_batch=self.max_batch,
             max_levels=self.max_levels,
@@ -226,11 +225,11 @@ class AttentionConfig:
         design = self.design
         if design is None or self.device.type == "cpu":
             return files
-        element = DTYPE_NAMES[self.dtype]
+        element = FORMATS_BY_DTYPE[self.dtype].element
         names = {"plan": "plan"}
         kv_element = kv_element_of(self.kv_dtype, self.dtype, self.token_scales)
-        reads_dequantized = design.reads_dequantized and not self.dims.is_wide
-        if reads_dequantized and kv_element in manifest.DEQUANTIZED_ELEMENTS:
+        reads_dequantized = design.reads_dequantized and not self.dims.is_wide  # rows of latents are wide
+        if reads_dequantized and kv_element in manifest.SCALED_ELEMENTS:
             names["dequantize"] = manifest.dequantize_name(element, kv_element)
         shape = manifest.KernelShape(
             element, self.dims, kv_element, self.q_dtype != self.dtype, rotation=self.rotation
@@ -279,11 +278,13 @@ def check_heads(
                 dims.qk if is_k else dims.v,
                 f"{CUDA_HEAD_DIMS_TEXT} on CUDA",
             )
-        require(dtype in DTYPE_NAMES, "dtype", dtype, "torch.bfloat16 or torch.float16 on CUDA")
+        require(dtype in CUDA_DTYPES, "dtype", dtype, "torch.bfloat16 or torch.float16 on CUDA")
     else:
         for name, dim in {"head_dim": dims.qk, "head_dim_v": dims.v}.items():
             require(HeadDims.of(dim).runs_on_cpu, name, dim, f"{CPU_HEAD_DIMS_TEXT} on a CPU")
-        require(dtype in DTYPES, "dtype", dtype, "torch.bfloat16, torch.float16 or torch.float32 on a CPU")
+        require(
+            dtype in CPU_DTYPES, "dtype", dtype, "torch.bfloat16, torch.float16 or torch.float32 on a CPU"
+        )
     return num_qo_heads, num_kv_heads, dims
 
 
@@ -296,8 +297,8 @@ def check_kv_dtype(
         token_scales,
         f"True with kv_dtype={kv_dtype!r}",
     )
-    if token_scales and kv_dtype not in TOKEN_SCALED_DTYPES:
-        *others, last = map(repr, TOKEN_SCALED_DTYPES)
+    if token_scales and kv_dtype not in TOKEN_SCALED_FORMATS:
+        *others, last = map(repr, TOKEN_SCALED_FORMATS)
         refuse("kv_dtype", kv_dtype, f"{', '.join(others)} or {last} with token_scales=True")
     if kv_dtype is None:
         return dtype
@@ -307,10 +308,11 @@ def check_kv_dtype(
         torch.dtype, f"a torch.dtype, {', '.join(map(repr, FOUR_BIT_COLUMNS))} or None", kv_dtype=kv_dtype
     )
     assert isinstance(kv_dtype, torch.dtype)
-    if kv_dtype != dtype and kv_dtype not in KV_DTYPES and not {dtype, kv_dtype} <= DTYPE_NAMES.keys():
+    scaled = (*SCALED_DTYPES, SCALED_LATENT_DTYPE)
+    if kv_dtype != dtype and kv_dtype not in scaled and not {dtype, kv_dtype} <= {*CUDA_DTYPES}:
         others = [
-            *map(str, KV_DTYPES),
-            *(str(other) for other in DTYPE_NAMES if dtype in DTYPE_NAMES and other != dtype),
+            *map(str, scaled),
+            *(str(other) for other in CUDA_DTYPES if dtype in CUDA_DTYPES and other != dtype),
         ]
         refuse("kv_dtype", kv_dtype, f"None, dtype = {dtype}, {', '.join(others[:-1])} or {others[-1]}")
     if kv_dtype == torch.uint8 and (dims != MLA_HEAD_DIMS or dtype != torch.bfloat16):
@@ -343,7 +345,7 @@ def check_q_dtype(
         q_dtype,
         f"None, dtype = {dtype}, or kv_dtype if that is {' or '.join(map(str, FLOAT8_Q_DTYPES))}",
     )
-    if design is not None and not dims.runs_over(KV_DTYPE_NAMES[q_dtype], float8_q=True):
+    if design is not None and not dims.runs_over(FORMATS_BY_DTYPE[q_dtype].element, float8_q=True):
         refuse("q_dtype", q_dtype, FLOAT8_Q_TEXT)
     return q_dtype
 

@@ -1,5 +1,5 @@
 """The host library: C++ behind tvm-ffi, without a torch ABI. Provides its functions, structs and errors, and
-maps dtypes to the library's and the manifest's names.
+its values for dtypes.
 """
 
 from __future__ import annotations
@@ -17,29 +17,22 @@ import tvm_ffi
 from ..jit import manifest
 from ..jit.code_address import RejectedKernelError
 from ..jit.cubins import PACKAGE, arch_of, find_kernel
-from ..metadata.kv_cache import CacheDtype, cache_dtype
-from ..stored_formats import FORMATS
+from ..metadata.kv_cache import FORMATS_BY_DTYPE, CacheDtype
 from ..validation import dtype_name
 
-# Names of dtypes in the manifest, which are parts of cubins' names.
-DTYPE_NAMES = {getattr(torch, name): element for name, element in manifest.ELEMENT_NAMES.items()}
-KV_DTYPE_NAMES = {getattr(torch, name): element for name, element in manifest.KV_ELEMENT_NAMES.items()}
-FLOAT_NAMES = {torch.float32: "f32"} | DTYPE_NAMES  # for states and logits
-# Names of dtypes in DataType (csrc/common/data_type.h).
-DTYPES = {torch.float32: "kFloat32"} | {
-    dtype: f"k{manifest.CUDA_ELEMENTS[element]}" for dtype, element in DTYPE_NAMES.items()
-}
-KV_DTYPES = {dtype: f"k{manifest.CUDA_KV_ELEMENTS[element]}" for dtype, element in KV_DTYPE_NAMES.items()}
-ALL_DTYPES: dict[CacheDtype, str] = {
-    **DTYPES,
-    **{cache_dtype(stored): f"k{stored.struct}" for stored in FORMATS},
-}
+CUDA_DTYPES = (torch.bfloat16, torch.float16)  # of Q and O, except 8-bit ones
+CPU_DTYPES = (*CUDA_DTYPES, torch.float32)  # and of states and logits, everywhere
 
 
 def kv_element_of(kv_dtype: CacheDtype | None, dtype: torch.dtype, token_scales: bool = False) -> str | None:
     """The name of a cache's elements in kernels' names, of dtypes; None: there are no such kernels."""
     name = dtype_name(kv_dtype) if isinstance(kv_dtype, torch.dtype) else kv_dtype
     return manifest.kv_element_of(name, dtype_name(dtype), token_scales)
+
+
+def data_type(dtype: CacheDtype) -> int:
+    """The value of a dtype in DataType (csrc/common/data_type.h)."""
+    return values_of("DataType")[f"k{FORMATS_BY_DTYPE[dtype].struct}"]
 
 
 class MissingKernelError(RuntimeError):

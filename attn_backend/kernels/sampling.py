@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ..jit import manifest
 from ..jit.manifest import BUILDS
+from ..metadata.kv_cache import FORMATS_BY_DTYPE
 from ..validation import check_device, check_int, check_plain, explain_failure, refuse
 from . import torch_ops
-from .native import FLOAT_NAMES, arch_on, by_name, kernel_file, values_of
+from .native import CPU_DTYPES, arch_on, by_name, kernel_file, values_of
 
 _rows: dict[torch.device, Tensor] = {}
 
@@ -142,8 +143,9 @@ def _kernel(name: str, device: torch.device) -> tuple[str, int]:
 
 
 def _logits_kernel(logits: torch.Tensor) -> tuple[str, int]:
-    # check the dtype before looking up the kernel
-    return _kernel(FLOAT_NAMES.get(logits.dtype, "f32"), logits.device)
+    # other dtypes are refused, before the kernel is used
+    known = logits.dtype if logits.dtype in CPU_DTYPES else torch.float32
+    return _kernel(FORMATS_BY_DTYPE[known].element, logits.device)
 
 
 def sampling_workspace(device: torch.device | str) -> torch.Tensor:

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from ..jit import manifest
+from ..metadata.kv_cache import FORMATS_BY_DTYPE
 from ..validation import check_plain, check_types, refuse
-from .native import FLOAT_NAMES, by_name, kernel_file
+from .native import CPU_DTYPES, by_name, kernel_file
 
 
 @cache
 def _kernel_file(dtype: torch.dtype, device: torch.device) -> str:
-    # check the dtype before looking up the kernel
-    return kernel_file(manifest.merge_states_name(FLOAT_NAMES.get(dtype, "f32")), device)
+    # other dtypes are refused, before the kernel is used
+    known = dtype if dtype in CPU_DTYPES else torch.float32
+    return kernel_file(manifest.merge_states_name(FORMATS_BY_DTYPE[known].element), device)
 
 
 def merge_states(

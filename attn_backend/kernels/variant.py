@@ -27,7 +27,7 @@ from ..jit import compilers, cubins, manifest
 from ..jit.manifest import HeadDims
 from ..jit.progress import warn_once
 from ..metadata import BSRView, KVCache
-from ..metadata.kv_cache import CacheDtype, CacheScale, Scale
+from ..metadata.kv_cache import FORMATS_BY_DTYPE, CacheDtype, CacheScale, Scale
 from ..settings import Settings
 from ..validation import dtype_name, refuse, require
 from ..variants import Variant, builtin
@@ -191,7 +191,7 @@ class AttentionVariant:
             if design is not manifest.default_design(arch, dims, variant.has_transforms):
                 self._options = f" --kernel {design.name}"
             shape = manifest.KernelShape(
-                manifest.ELEMENT_NAMES[self._dtype], dims, self._kv_element, float8_q, float8_out, rotation
+                FORMATS_BY_DTYPE[dtype].element, dims, self._kv_element, float8_q, float8_out, rotation
             )
             self._kernels = manifest.variant_kernels(arch, design, shape, variant, sinks)
             self._options += " --sinks" if sinks else ""
@@ -221,7 +221,7 @@ class AttentionVariant:
         isa, jit = library().current_isa(), Settings.read().jit
         try:
             of_products = manifest.multiplied_dtype(self._dtype, self._kv_element)
-            widens = self._kv_element in manifest.CUDA_KV_ELEMENTS
+            widens = self._kv_element in manifest.SCALED_ELEMENTS
             return {
                 "variant": str(
                     cubins.find_library(

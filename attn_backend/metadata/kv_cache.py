@@ -24,7 +24,6 @@ from ..validation import (
 )
 
 _Views = TypeVar("_Views")
-SCALED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)  # of caches with separate scales
 CacheDtype = torch.dtype | FourBitDtype | PairDtype
 
 
@@ -36,9 +35,10 @@ INT4: FourBitDtype = "int4"
 NVFP4: FourBitDtype = "nvfp4"
 MXFP4: FourBitDtype = "fp4_mx_block16"
 INT8_NVFP4: PairDtype = "int8_k_nvfp4_v"
+# Reversed: of two formats of e4m3, this has the one without a scale for each token and head.
+FORMATS_BY_DTYPE = {cache_dtype(stored): stored for stored in reversed(FORMATS)}
 # Of caches with a scale for each token and head, or with BlockScales.
 TOKEN_SCALED_FORMATS = {cache_dtype(stored): stored for stored in FORMATS if stored.has_token_scales}
-TOKEN_SCALED_DTYPES: tuple[CacheDtype, ...] = tuple(TOKEN_SCALED_FORMATS)
 # For dtypes with 4 bits in K or V: head_dim must be a multiple of this.
 FOUR_BIT_COLUMNS: dict[CacheDtype, int] = {
     dtype: stored.head_columns for dtype, stored in TOKEN_SCALED_FORMATS.items() if stored.head_columns
@@ -55,8 +55,14 @@ _SIDES: dict[CacheDtype, tuple[CacheDtype, CacheDtype]] = {
 }
 _PAIRS = {sides: dtype for dtype, sides in _SIDES.items()}
 _BLOCK_DTYPES = tuple(dtype for dtype in _FOUR_BITS_BY_SCALES if dtype != torch.float32)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, *SCALED_DTYPES, torch.int8)
-_DTYPES_TEXT = "bfloat16, float16, float32, float8_e4m3fn, float8_e5m2 or int8"
+DTYPES = tuple(
+    dtype
+    for dtype in dict.fromkeys(map(cache_dtype, FORMATS))
+    if isinstance(dtype, torch.dtype) and dtype != torch.uint8
+)
+_DTYPES_TEXT = f"{', '.join(map(dtype_name, DTYPES[:-1]))} or {dtype_name(DTYPES[-1])}"
+# Of caches with scales for all, for heads or for requests.
+SCALED_DTYPES = tuple(dtype for dtype in DTYPES if FORMATS_BY_DTYPE[dtype].has_given_scales)
 # Rows of MLA latents that include their scales, as in DeepSeek V3.2: 512 e4m3 numbers, 4 float32 scales, 64
 # bf16 numbers.
 SCALED_LATENT_DTYPE, SCALED_LATENT_BYTES, SCALED_LATENT_DIMS = torch.uint8, 656, (576, 512)
@@ -410,11 +416,11 @@ class KVCache:
         if isinstance(scale, BlockScales):
             return self._checked_blocks(name, scale)
         stored_dtype = self._stored_dtype_of("v" if name == "v_scale" else "k")
-        if stored_dtype not in (*SCALED_DTYPES, *TOKEN_SCALED_DTYPES):
+        if stored_dtype not in (*SCALED_DTYPES, *TOKEN_SCALED_FORMATS):
             refuse(name, scale, f"None: a {dtype_name(self.dtype)} cache has no scales")
         if isinstance(scale, Tensor):
             heads, of_tokens = self.num_kv_heads, list(self.k.shape[:3])
-            has_token_scales = stored_dtype in TOKEN_SCALED_DTYPES
+            has_token_scales = stored_dtype in TOKEN_SCALED_FORMATS
             is_right = scale.dtype == torch.float32 and (
                 has_token_scales and list(scale.shape) == of_tokens
                 if scale.ndim > 2

@@ -30,7 +30,7 @@ from token_scaled_caches import cache_for, check_token_scaled, fits, has_same_bi
 from torch import Tensor
 
 from attn_backend import BlockScales, KVCache, Rotary, append_kv, append_mla_kv, append_qkv
-from attn_backend.kernels.native import ALL_DTYPES, values_of
+from attn_backend.kernels.native import data_type
 
 PLAIN, NORMED, ROUNDED = 0, 1, 3  # QkvKernel of csrc/cache/params.h
 
@@ -284,7 +284,7 @@ def test_8_bit_caches(library: ctypes.CDLL, scales: tuple[float, torch.Tensor], 
         append_kv(problem.k, problem.v, written[0], problem.slots)
         params = _params(problem)
         params.k_cache, params.v_cache = _cache(written[1].k), _cache(written[1].v)
-        element = values_of("DataType")["kFloat8E4M3" if dtype == torch.float8_e4m3fn else "kFloat8E5M2"]
+        element = data_type(dtype)
         params.scales = KvScales(KvScale.of(scales[0]), KvScale.of(scales[1]), element)
         library.device_append_qkv(
             ctypes.byref(params), problem.kv.page_size, problem.qkv.dtype == torch.bfloat16
@@ -297,7 +297,7 @@ def test_8_bit_caches(library: ctypes.CDLL, scales: tuple[float, torch.Tensor], 
 @pytest.mark.parametrize("dtype", TOKEN_DTYPES, ids=str)
 def test_a_scale_for_each_token_and_head(library: ctypes.CDLL, dtype: torch.dtype | str) -> None:
     """Without norm and RoPE the same bytes as on a CPU, and the same scales; else the oracle's, and Q."""
-    element = values_of("DataType")[ALL_DTYPES[dtype]]
+    element = data_type(dtype)
     for seed in range(48 if dtype == INT4 else 24):
         problem = random_problem(seed, [torch.bfloat16, torch.float16][seed % 2], torch.device("cpu"))
         if not fits(problem.kv.head_dim, dtype):
@@ -345,7 +345,7 @@ def test_caches_of_the_other_16_bit_type(
         append_kv(problem.k, problem.v, written[0], problem.slots)
         params = _params(problem)
         params.k_cache, params.v_cache = _cache(written[1].k), _cache(written[1].v)
-        element = values_of("DataType")["kBFloat16" if dtypes[1] == torch.bfloat16 else "kFloat16"]
+        element = data_type(dtypes[1])
         params.scales = KvScales(KvScale.of(None), KvScale.of(None), element)
         library.device_append_qkv(ctypes.byref(params), problem.kv.page_size, dtypes[0] == torch.bfloat16)
         assert torch.equal(written[0].v, written[1].v)
@@ -406,7 +406,7 @@ def test_rounding_alone(library: ctypes.CDLL, head_dim: int, dtype: torch.dtype)
             num_kv_heads=heads,
             head_dim=head_dim,
         )
-        number = values_of("DataType")["kFloat8E4M3" if dtype == torch.float8_e4m3fn else "kFloat8E5M2"]
+        number = data_type(dtype)
         params.scales = KvScales(KvScale.of(k_scale), KvScale.of(v_scale), number)
         assert library.device_append_qkv(ctypes.byref(params), 16, element == torch.bfloat16) == ROUNDED
         for of_cpu, of_device in zip((written[0].k, written[0].v), (written[1].k, written[1].v), strict=True):
@@ -446,7 +446,7 @@ def test_rotated_and_rounded(library: ctypes.CDLL, interleaved: bool, dtype: tor
         )
         if has_v:
             params.v, params.v_cache = _rows(v), _cache(kv.v)
-        element = values_of("DataType")["kFloat8E4M3" if dtype == torch.float8_e4m3fn else "kFloat8E5M2"]
+        element = data_type(dtype)
         params.scales = KvScales(KvScale.of(None), KvScale.of(None), element)
         assert (library.device_append_qkv(ctypes.byref(params), 16, False) == PLAIN) == (offset == 0)
         is_written = (slots >= 0) & (slots < 80)
@@ -493,7 +493,7 @@ def _check_blocks(
         strides = [stride // 4 for stride in scale.blocks.stride()[:3]]
         setattr(params, f"{which}_token_scales", _KvTensor(scale.blocks.data_ptr(), *strides))
         setattr(params, f"{which}_factor", scale.factor)
-    params.scales = KvScales(KvScale.of(None), KvScale.of(None), values_of("DataType")[ALL_DTYPES[dtype]])
+    params.scales = KvScales(KvScale.of(None), KvScale.of(None), data_type(dtype))
     params.rotates_rows = rotation
     append_qkv(
         *(problem.q.clone(), problem.k, problem.v, on_cpu, problem.slots),
@@ -533,7 +533,7 @@ def test_lanes_whose_columns_are_apart(library: ctypes.CDLL, rotation: bool, dty
             written, params = cache_for(problem, INT4), _params(problem)
             params.k_cache, params.v_cache = _cache(written.k), _cache(written.v)
             params.k_token_scales, params.v_token_scales = _cache(written.k_scale), _cache(written.v_scale)
-            params.scales = KvScales(KvScale.of(None), KvScale.of(None), values_of("DataType")["kInt4"])
+            params.scales = KvScales(KvScale.of(None), KvScale.of(None), data_type(INT4))
             params.rotates_rows = rotation
             assert library.device_append_qkv(ctypes.byref(params), problem.kv.page_size, True) == PLAIN
             check_token_scaled(problem, written, rotation=rotation)
@@ -597,20 +597,20 @@ def test_rotated_rows(library: ctypes.CDLL) -> None:
             problem.rotary = None
         params = _params(problem)
         params.rotates_rows = 1
-        kv, element = problem.kv, ""
+        kv, element = problem.kv, None
         if form == 1:
             of_tokens = TOKEN_DTYPES[seed // 6 % (3 if fits(problem.kv.head_dim, INT4) else 2)]
-            kv, element = cache_for(problem, of_tokens), ALL_DTYPES[of_tokens]
+            kv, element = cache_for(problem, of_tokens), data_type(of_tokens)
             params.k_token_scales, params.v_token_scales = _cache(kv.k_scale), _cache(kv.v_scale)
         elif form == 2:
             others = (dict(MIXTURES)[dtype], torch.float8_e4m3fn, torch.float8_e5m2)
             other = others[seed // 6 % 3]
             kv = KVCache.from_pair(*(torch.zeros(problem.kv.k.shape).to(other) for _ in range(2)))
-            element = ALL_DTYPES[other]
+            element = data_type(other)
         params.k_cache, params.v_cache = _cache(kv.k), _cache(kv.v)
-        if element:
+        if element is not None:
             of_cache = KvScale.of(0.5 if kv.dtype in DTYPES and form == 2 else None)
-            params.scales = KvScales(of_cache, of_cache, values_of("DataType")[element])
+            params.scales = KvScales(of_cache, of_cache, element)
         kinds.add(library.device_append_qkv(ctypes.byref(params), kv.page_size, dtype == torch.bfloat16))
         if form == 0:
             problem.check(rotation=True)

@@ -20,7 +20,8 @@ from attn_backend import Attention, BlockScales, BSRView, Composition, KVCache, 
 from attn_backend.jit import manifest
 from attn_backend.jit.manifest import HeadDims
 from attn_backend.kernels.attention import prefill_multiplies_float8
-from attn_backend.kernels.native import ALL_DTYPES, kv_element_of, values_of
+from attn_backend.kernels.native import data_type, kv_element_of
+from attn_backend.metadata.kv_cache import FORMATS_BY_DTYPE
 
 KERNELS = ("generic", "hopper")
 # Structs of tests/csrc/slanted_variant.h, by their names in DeviceAttention.
@@ -157,7 +158,7 @@ def library(
     Args:
         variant: "standard"; "sinks", which may have some; one of TEST_VARIANTS; or any other.
     """
-    design, element = manifest.DESIGNS[kernel], manifest.ELEMENT_NAMES[str(dtype).removeprefix("torch.")]
+    design, element = manifest.DESIGNS[kernel], FORMATS_BY_DTYPE[dtype].element
     if isinstance(variant, Variant):
         text, variant_type, name = manifest.variant_text(variant), manifest.USER_VARIANT, variant.name
     elif variant in TEST_VARIANTS:
@@ -173,9 +174,9 @@ def library(
         text += manifest.attention_source(stem, shape, variant_type)
         text += "".join(f"#undef {name}\n" for name in names)
     dequantize = "nullptr"
-    if design.reads_dequantized and shape.kv_element in manifest.DEQUANTIZED_ELEMENTS:
+    if design.reads_dequantized and kv_element in manifest.SCALED_ELEMENTS and kv_element != "latent":
         text += "#undef __shared__\n#define __shared__ static\n#define KernelElement DequantizedElement\n"
-        text += manifest.dequantize_source(element, shape.kv_element)
+        text += manifest.dequantize_source(element, kv_element)
         text += "#undef __shared__\n#define __shared__\n#undef KernelElement\n"
         dequantize = "dequantize_kernel"
     text += manifest.merge_source(manifest.OUT_ELEMENT if float8_out else element, variant_type)
@@ -278,10 +279,7 @@ class DeviceAttention:
         uses_softmax = (
             self._variant.uses_softmax if isinstance(self._variant, Variant) else self._variant != "squared"
         )
-        of_dtypes = [
-            values_of("DataType")[ALL_DTYPES[dtype]]
-            for dtype in (attention.dtype, attention.q_dtype, attention.kv_dtype)
-        ]
+        of_dtypes = [data_type(dtype) for dtype in (attention.dtype, attention.q_dtype, attention.kv_dtype)]
         elements = (of_dtypes[2], of_dtypes[1])
         if kv.has_token_scales:
             of_tokens = (TokenScales.of(scale) for scale in (kv.k_scale, kv.v_scale))  # type: ignore[arg-type]

@@ -12,10 +12,11 @@ import torch
 from attn_backend import Attention
 from attn_backend.jit import manifest
 from attn_backend.jit.manifest import HeadDims
-from attn_backend.kernels import attention, native, schedule
+from attn_backend.kernels import attention, schedule
 from attn_backend.kernels.native import dtype_of, pack, unpack, values_of
-from attn_backend.metadata.kv_cache import SCALED_DTYPES, SCALED_LATENT_DTYPE
+from attn_backend.metadata.kv_cache import DTYPES, SCALED_DTYPES
 from attn_backend.metadata.views import MAX_LEVELS
+from attn_backend.stored_formats import FORMATS
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = shutil.which("g++")
@@ -81,8 +82,9 @@ def test_the_library_refuses_bytes_of_another_size() -> None:
 def test_names_of_values_are_those_of_the_library() -> None:
     assert schedule.ERRORS.keys() == values_of("ScheduleError").keys()
     assert schedule.REASONS.keys() == values_of("NodeReason").keys()
-    assert set(native.ALL_DTYPES.values()) == values_of("DataType").keys()
-    assert {*SCALED_DTYPES, SCALED_LATENT_DTYPE} == native.KV_DTYPES.keys()
+    assert {f"k{stored.struct}" for stored in FORMATS} == values_of("DataType").keys()
+    assert (torch.float8_e4m3fn, torch.float8_e5m2) == SCALED_DTYPES
+    assert (torch.bfloat16, torch.float16, torch.float32, *SCALED_DTYPES, torch.int8) == DTYPES
     assert set(attention.CASCADE_MODES.values()) == values_of("CascadeMode").keys()
     assert {"cpu", *(design.folder for design in manifest.DESIGNS.values())} == values_of(
         "KernelDesign"
