@@ -16,7 +16,7 @@ from functools import lru_cache
 from numbers import Real
 from threading import Lock
 from types import NoneType
-from typing import Any, Literal, NoReturn, SupportsIndex, overload
+from typing import Any, Literal, NamedTuple, NoReturn, SupportsIndex, overload
 
 import torch
 from torch import Tensor
@@ -470,6 +470,15 @@ def refuse_run(errors: int, levels: Sequence[BSRView], num_pages: int) -> NoRetu
     raise ValueError(describe_errors(errors))
 
 
+class PositionTensors(NamedTuple):
+    """Addresses of a view's kv_offsets, positions (of_rows) and requests, or 0; rows of the last two."""
+
+    kv_offsets: int = 0
+    of_rows: int = 0
+    requests: int = 0
+    num_rows: int = 0
+
+
 @lru_cache(maxsize=256)
 def level_options(
     index: int,
@@ -481,20 +490,23 @@ def level_options(
     finds_row_ranges: bool,
     pages_change: bool,
     has_slots: bool,
-    positions: tuple[int, int, int, int],
+    positions: PositionTensors,
     prompts: int,
 ) -> bytes:
     """LevelOptions of csrc/, cached because they rarely change between steps."""
-    kv_offsets, of_rows, requests, num_rows = positions
     return pack(
         "LevelOptions",
         index=index,
         num_levels=num_levels,
         page_size=page_size,
         window_left=window_left,
-        kv_offsets=kv_offsets,
+        kv_offsets=positions.kv_offsets,
         prompts=prompts,
-        positions={"positions": of_rows, "requests": requests, "num_rows": num_rows},
+        positions={
+            "positions": positions.of_rows,
+            "requests": positions.requests,
+            "num_rows": positions.num_rows,
+        },
         entry_step=entry_step,
         causal=causal,
         finds_row_ranges=finds_row_ranges,
@@ -503,22 +515,20 @@ def level_options(
     )
 
 
-_NO_POSITIONS = (0, 0, 0, 0)
+_NO_POSITIONS = PositionTensors()
 
 
-def positions_of(view: BSRView) -> tuple[int, int, int, int]:
-    """Addresses of kv_offsets, positions and requests (0 for None), and the rows of the last two."""
+def positions_of(view: BSRView) -> PositionTensors:
     if view.kv_offsets is None and view.positions is None and view.requests is None:
         return _NO_POSITIONS
-    addresses = []
-    for name, tensor in (
-        ("kv_offsets", view.kv_offsets),
-        ("positions", view.positions),
-        ("requests", view.requests),
-    ):
-        addresses.append(0 if tensor is None else check_plain(name, tensor).data_ptr())
-    of_rows = view.positions if view.positions is not None else view.requests
-    return (*addresses, 0 if of_rows is None else of_rows.shape[0])  # type: ignore[return-value]
+
+    def address(name: str) -> int:
+        tensor: Tensor | None = getattr(view, name)
+        return 0 if tensor is None else check_plain(name, tensor).data_ptr()
+
+    of_rows = view.requests if view.positions is None else view.positions
+    num_rows = 0 if of_rows is None else of_rows.shape[0]
+    return PositionTensors(address("kv_offsets"), address("positions"), address("requests"), num_rows)
 
 
 def tensors_of(view: BSRView) -> Iterator[tuple[str, Tensor]]:

@@ -446,7 +446,7 @@ FAULTS = (
     Fault(
         "SGLang: no bound on rows",
         "attn_backend/adapters/sglang/plan.py",
-        "if batch.num_rows <= self.attention.max_rows and batch_size <= self.attention.max_batch:",
+        "if step.num_rows <= self.attention.max_rows and batch_size <= self.attention.max_batch:",
         "if batch_size <= self.attention.max_batch:",
         ("tests/adapters/sglang/test_sglang_bounds.py",),
     ),
@@ -461,7 +461,7 @@ FAULTS = (
     Fault(
         "SGLang: a prompt of one new token is planned as a decode",
         "attn_backend/adapters/sglang/plan.py",
-        "prompts=batch.prompts",
+        "prompts=step.prompts",
         "prompts=None",
         (*SGLANG, "-k", "cached_prefix"),
     ),
@@ -731,7 +731,7 @@ FAULTS = (
     Fault(
         "SGLang: decompressed keys planned after a prefix, too",
         "attn_backend/adapters/sglang/backend.py",
-        "if planner.spec.of_this_step and batch.has_prefixes:",
+        "if planner.spec.of_this_step and step.has_prefixes:",
         "if False:",
         ("tests/adapters/sglang/test_sglang_mla.py",),
     ),

@@ -189,27 +189,27 @@ class SGLangAttentionBackend(AttentionBackend):
         if is_uniform(forward_batch.forward_mode):
             self._read_and_plan(forward_batch)
 
-    def plan_step(self, batch: Step | None) -> None:
+    def plan_step(self, step: Step | None) -> None:
         """Plans a step for all layers. None: nothing to attend to."""
-        self.forward_metadata = batch
-        if batch is None:
+        self.forward_metadata = step
+        if step is None:
             return
         req_to_token = self.req_to_token_pool.req_to_token
         for planner in self._planners.values():
-            if planner.spec.of_this_step and batch.has_prefixes:
+            if planner.spec.of_this_step and step.has_prefixes:
                 planner.current = None  # the model attends to the latents in this step
             else:
-                planner.plan(batch, req_to_token, self.page_size, self._window)
+                planner.plan(step, req_to_token, self.page_size, self._window)
 
     def one_row_each(self, batch_size: int) -> Tensor:
         """int32 [batch_size + 1], the qo_indptr of a step with one token of each request."""
         return self._reader.one_row_each(batch_size)
 
     def _read_and_plan(self, forward_batch: Any) -> None:
-        batch = self._reader.read(forward_batch)
-        if batch is not None and self._window is not None and forward_batch.out_cache_loc is not None:
+        step = self._reader.read(forward_batch)
+        if step is not None and self._window is not None and forward_batch.out_cache_loc is not None:
             self._window_slots = self._window.translate(forward_batch.out_cache_loc)
-        self.plan_step(batch)
+        self.plan_step(step)
 
     def _plan_late(self, planner: StepPlanner) -> Attention:
         """Plans for a layer that was not found in the model at start, after the plans of the others."""
@@ -263,8 +263,8 @@ class SGLangAttentionBackend(AttentionBackend):
             return out
         # called at every step, because it waits for KV that SGLang is still loading
         if self._is_fp4:
-            raw = compat.raw_kv_buffer(self.token_to_kv_pool, layer.layer_id)
-            kv = known.cache.view(raw[0], raw[1], self.page_size, scales=raw[2:])
+            (k_buffer, v_buffer), scales = compat.raw_kv_buffer(self.token_to_kv_pool, layer.layer_id)
+            kv = known.cache.view(k_buffer, v_buffer, self.page_size, scales)
         else:
             k_buffer, v_buffer = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
             if self._is_float8:
@@ -421,7 +421,7 @@ class LayerCache:
         Args:
             k: [slots, num_kv_heads, head_dim], v: [slots, num_kv_heads, head_dim_v], of 16 bits or more: the
                 same tensors at every step.
-            scales: of K and of V in FP4. compat.raw_kv_buffer() returns all four.
+            scales: of K and of V in FP4.
         """
         if (
             self._kv is None

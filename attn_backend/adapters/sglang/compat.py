@@ -240,14 +240,14 @@ def holds_fp4(pool: Any) -> bool:
     return hasattr(pool, "get_raw_kv_buffer") and getattr(method, "name", None) == MXFP4
 
 
-def raw_kv_buffer(pool: Any, layer_id: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """K, V [slots, num_kv_heads, head_dim / 2] of an FP4 pool, and their scales [slots, num_kv_heads *
+def raw_kv_buffer(pool: Any, layer_id: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """(K, V) [slots, num_kv_heads, head_dim / 2] of an FP4 pool, and their scales [slots, num_kv_heads *
     head_dim / 16], uint8. get_kv_buffer() would dequantize the whole pool.
     """
     if pool.layer_transfer_counter is not None:  # as get_kv_buffer() does
         pool.layer_transfer_counter.wait_until(layer_id - pool.start_layer)
-    raw: tuple[Tensor, Tensor, Tensor, Tensor] = pool.get_raw_kv_buffer(layer_id)
-    return raw
+    k, v, k_scales, v_scales = pool.get_raw_kv_buffer(layer_id)
+    return (k, v), (k_scales, v_scales)
 
 
 def image_spans(forward_batch: Any) -> list[tuple[int, int, int]]:

@@ -38,8 +38,8 @@ class DraftStepsBackend:
         self.attn_backends = [SGLangAttentionBackend(runner, branches=topk) for _ in range(num_steps - 1)]
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        for step in self.attn_backends:
-            step.init_cuda_graph_state(max_bs * self.topk, max_num_tokens)
+        for backend in self.attn_backends:
+            backend.init_cuda_graph_state(max_bs * self.topk, max_num_tokens)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self.init_forward_metadata_in_graph(forward_batch)
@@ -50,8 +50,8 @@ class DraftStepsBackend:
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         batch_size: int = forward_batch.batch_size
         if batch_size == 0 or forward_batch.forward_mode.is_idle():
-            for step in self.attn_backends:
-                step.plan_step(None)
+            for backend in self.attn_backends:
+                backend.plan_step(None)
             return
         rows, lens = forward_batch.req_pool_indices[:batch_size], forward_batch.seq_lens[:batch_size]
         slots = None
@@ -68,9 +68,10 @@ class DraftStepsBackend:
                 torch.arange(batch_size * self.topk, device=rows.device),
                 lens.repeat_interleave(self.topk),
             )
-        for i, step in enumerate(self.attn_backends):
-            step.plan_step(
-                Step(rows.shape[0], step.one_row_each(rows.shape[0]), 1, 1, lens + i + 1, rows, slots=slots)
+        num_rows = rows.shape[0]
+        for i, backend in enumerate(self.attn_backends):
+            backend.plan_step(
+                Step(num_rows, backend.one_row_each(num_rows), 1, 1, lens + i + 1, rows, slots=slots)
             )
 
 

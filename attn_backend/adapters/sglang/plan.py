@@ -79,16 +79,16 @@ class BatchReader:
 
     def read(self, forward_batch: Any) -> Step | None:
         """None: there is nothing to attend to."""
-        batch = self._read_rows(forward_batch)
-        if batch is None:
+        step = self._read_rows(forward_batch)
+        if step is None:
             return None
         if self._is_encoder_decoder:
-            batch = replace(batch, encoder_lens=forward_batch.encoder_lens[: batch.rows.shape[0]])
+            step = replace(step, encoder_lens=forward_batch.encoder_lens[: step.rows.shape[0]])
         if self._has_items:
-            batch = replace(batch, items=items_of(forward_batch, batch.rows.shape[0], self._device))
+            step = replace(step, items=items_of(forward_batch, step.rows.shape[0], self._device))
         if self._has_spans:
-            batch = replace(batch, spans=self._fill_spans(forward_batch, batch))
-        return batch
+            step = replace(step, spans=self._fill_spans(forward_batch, step))
+        return step
 
     def one_row_each(self, batch_size: int) -> Tensor:
         """int32 [batch_size + 1], the qo_indptr of a step with one token of each request."""
@@ -141,16 +141,16 @@ class BatchReader:
             batch_size * draft_len, qo_indptr, draft_len, draft_len, prefix_lens + draft_len, rows, tree=tree
         )
 
-    def _fill_spans(self, forward_batch: Any, batch: Step) -> Spans:
+    def _fill_spans(self, forward_batch: Any, step: Step) -> Spans:
         spans = self._spans
-        if spans.max_rows < batch.num_rows:  # no graph has this size
-            if self._large_spans is None or self._large_spans.max_rows < batch.num_rows:
-                self._large_spans = Spans(2 * batch.num_rows, self._device)
+        if spans.max_rows < step.num_rows:  # no graph has this size
+            if self._large_spans is None or self._large_spans.max_rows < step.num_rows:
+                self._large_spans = Spans(2 * step.num_rows, self._device)
             spans = self._large_spans
         if is_uniform(forward_batch.forward_mode):  # may be inside a graph
-            spans.clear(batch.num_rows)
+            spans.clear(step.num_rows)
         else:
-            spans.fill(compat.image_spans(forward_batch), batch.qo_indptr, batch.kv_lens)
+            spans.fill(compat.image_spans(forward_batch), step.qo_indptr, step.kv_lens)
         return spans
 
     def _prefix_sum(self, lens: Tensor) -> Tensor:
@@ -235,7 +235,7 @@ class StepPlanner:
             self.of_trees.grow(max_batch * self._nodes_of_trees, max_batch)
 
     def plan(
-        self, batch: Step, req_to_token: Tensor, page_size: int, window_slots: WindowSlots | None
+        self, step: Step, req_to_token: Tensor, page_size: int, window_slots: WindowSlots | None
     ) -> Attention:
         """Plans a step for these layers, on the current stream.
 
@@ -245,35 +245,35 @@ class StepPlanner:
             window_slots: of a hybrid pool.
         """
         planner = self
-        if batch.tree is not None:
+        if step.tree is not None:
             assert self.of_trees is not None
             planner = self.of_trees
         spec = planner.spec
-        table, tokens_before = page_table(spec, batch, req_to_token, page_size, window_slots)
-        self.current = planner._attention_for(batch)
+        table, tokens_before = page_table(spec, step, req_to_token, page_size, window_slots)
+        self.current = planner._attention_for(step)
         self.logits_soft_cap = planner._soft_cap
         self.arguments = None
         if planner._needs_variant:
-            self.arguments = variant_args_of(spec, spans=batch.spans, items=batch.items, tree=batch.tree)
+            self.arguments = variant_args_of(spec, spans=step.spans, items=step.items, tree=step.tree)
         view = BSRView(
-            batch.qo_indptr,
+            step.qo_indptr,
             table,
             causal=planner._causal,
             window_left=planner._window_left,
             kv_offsets=tokens_before if planner._needs_variant else None,
-            prompts=batch.prompts,
+            prompts=step.prompts,
         )
         # layers add their slopes to runs, so plans under ALiBi do without arguments
         self.current.plan(view, variant_args=None if spec.has_alibi else self.arguments)
         return self.current
 
-    def _attention_for(self, batch: Step) -> Attention:
-        batch_size = batch.qo_indptr.shape[0] - 1
-        if batch.num_rows <= self.attention.max_rows and batch_size <= self.attention.max_batch:
+    def _attention_for(self, step: Step) -> Attention:
+        batch_size = step.qo_indptr.shape[0] - 1
+        if step.num_rows <= self.attention.max_rows and batch_size <= self.attention.max_batch:
             return self.attention
         large = self._large or self.attention
-        if batch.num_rows > large.max_rows or batch_size > large.max_batch:
-            large = large.with_room(max_rows=2 * batch.num_rows, max_batch=batch_size)
+        if step.num_rows > large.max_rows or batch_size > large.max_batch:
+            large = large.with_room(max_rows=2 * step.num_rows, max_batch=batch_size)
         self._large = large
         return large
 
@@ -284,28 +284,28 @@ _WHOLE_KV_TILES = 128
 
 
 def page_table(
-    spec: LayerSpec, batch: Step, req_to_token: Tensor, page_size: int, window_slots: WindowSlots | None
+    spec: LayerSpec, step: Step, req_to_token: Tensor, page_size: int, window_slots: WindowSlots | None
 ) -> tuple[PageTable, Tensor | None]:
     """The page table of these layers, and the tokens of each request in front of it; None: no tokens."""
-    if batch.slots is not None:
-        req_to_token = batch.slots
+    if step.slots is not None:
+        req_to_token = step.slots
     if spec.of_this_step:
-        return PageTable.ragged(batch.qo_indptr), None
+        return PageTable.ragged(step.qo_indptr), None
     if spec.of_encoder:
-        assert batch.encoder_lens is not None
-        return PageTable.token_slots(req_to_token, batch.rows, batch.encoder_lens, page_size), None
-    if batch.encoder_lens is not None:
-        return decoder_page_table(req_to_token, batch.rows, batch.kv_lens, batch.encoder_lens), None
+        assert step.encoder_lens is not None
+        return PageTable.token_slots(req_to_token, step.rows, step.encoder_lens, page_size), None
+    if step.encoder_lens is not None:
+        return decoder_page_table(req_to_token, step.rows, step.kv_lens, step.encoder_lens), None
     if not spec.in_window_pool:
-        return PageTable.token_slots(req_to_token, batch.rows, batch.kv_lens, page_size), None
+        return PageTable.token_slots(req_to_token, step.rows, step.kv_lens, page_size), None
     assert window_slots is not None
     window = spec.chunk - 1 if spec.chunk else spec.window_left
     return window_page_table(
         req_to_token,
-        batch.rows,
-        batch.kv_lens,
-        batch.qo_lens,
-        batch.max_qo_len,
+        step.rows,
+        step.kv_lens,
+        step.qo_lens,
+        step.max_qo_len,
         window,
         window_slots.mapping,
         page_size,

@@ -180,12 +180,12 @@ def test_hybrids_read_their_full_layers() -> None:
     )
     assert compat.holds_fp4(pool)
     assert not compat.copies_to_slots(pool)
-    raw = compat.raw_kv_buffer(pool, 3)
-    assert raw[0].data_ptr() == pool.full_kv_pool.k_buffer[1].data_ptr()
+    rows, scales = compat.raw_kv_buffer(pool, 3)
+    assert rows[0].data_ptr() == pool.full_kv_pool.k_buffer[1].data_ptr()
     k, v = torch.randn(2, 8, 2, 64).unbind()
     pool.set_kv_buffer(LayerShape().build(3), torch.arange(8), k, v)
-    kv = LayerCache().view(*raw[:2], 1, scales=raw[2:])
-    ours = LayerCache().view(*(x.clone() for x in raw[:2]), 1, scales=(raw[2].clone(), raw[3].clone()))
+    kv = LayerCache().view(*rows, 1, scales)
+    ours = LayerCache().view(*(x.clone() for x in rows), 1, (scales[0].clone(), scales[1].clone()))
     append_kv(k, v, ours, torch.arange(8))
     assert torch.equal(ours.k, kv.k)
     assert torch.equal(ours.v, kv.v)
@@ -198,8 +198,8 @@ def test_views_are_made_once_and_wait_for_kv_that_is_loaded() -> None:
     cache = LayerCache()
 
     def view() -> Any:
-        raw = compat.raw_kv_buffer(pool, 1)
-        return cache.view(*raw[:2], 16, scales=raw[2:])
+        rows, scales = compat.raw_kv_buffer(pool, 1)
+        return cache.view(*rows, 16, scales)
 
     kv = view()
     assert view() is kv
