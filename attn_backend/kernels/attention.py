@@ -1056,43 +1056,26 @@ class Attention:
                 a CPU also a page id beyond the cache.
             RuntimeError: another thread uses this object.
         """
+        scale = self._sm_scale if sm_scale is None else sm_scale
         if is_compiling():
             if selected is not None:
                 raise ValueError(
                     "selected is given, must be None in a compiled function: call selected_slots before, "
                     "into the slots of the plan"
                 )
-            explain_failed_run(
-                q=q,
-                q_rope=q_rope,
-                kv=kv,
-                out=out,
-                lse=lse,
-                sinks=sinks,
-                sm_scale=self._sm_scale if sm_scale is None else sm_scale,
-                logits_soft_cap=logits_soft_cap,
-                after_append=after_append,
-                selected=None,
-            )
-            out = self._new_out(q, out_scale) if out is None else out
-            lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse and lse is None else lse
-            options = {
-                "lse": lse,
-                "sm_scale": sm_scale,
+            options: dict[str, Any] = {
+                "q_rope": q_rope,
+                "sinks": sinks,
+                "sm_scale": scale,
                 "logits_soft_cap": logits_soft_cap,
                 "after_append": after_append,
-                "sinks": sinks,
             }
-            out = torch_ops.run(
-                self._handle,
-                q,
-                kv,
-                out,
-                variant_args,
-                options | {"q_rope": q_rope, "q_scale": q_scale, "out_scale": out_scale},
-            )
+            explain_failed_run(q=q, kv=kv, out=out, lse=lse, selected=None, **options)
+            out = self._new_out(q, out_scale) if out is None else out
+            lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse and lse is None else lse
+            options |= {"lse": lse, "q_scale": q_scale, "out_scale": out_scale}
+            out = torch_ops.run(self._handle, q, kv, out, variant_args, options)
             return (out, lse) if return_lse else out  # type: ignore[return-value]
-        scale = self._sm_scale if sm_scale is None else sm_scale
         try:
             return self._run_raw(
                 q,
@@ -1210,7 +1193,18 @@ class Attention:
             and k_rope is None
             and not (is_hnd or lse_to_base_2)
         )
-        run = self._library_run
+        given: tuple[Any, ...] = (
+            self._handle,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            sm_scale,
+            logits_soft_cap,
+            after_append,
+            q_rope,
+        )
         if not is_plain:
             k_scales, k_factor = k_scale if isinstance(k_scale, BlockScales) else (k_scale, None)
             v_scales, v_factor = v_scale if isinstance(v_scale, BlockScales) else (v_scale, None)
@@ -1219,39 +1213,24 @@ class Attention:
             if variant is not None:
                 is_shared = self._config.cascade is not False and not self.batch_invariant
                 variant.check_scales(k_scale, v_scale, self._levels, is_shared)
+            given += (
+                k_scales,
+                v_scales,
+                q_scale,
+                sinks,
+                lse_to_base_2,
+                is_hnd,
+                k_rope,
+                out_scale,
+                k_factor,
+                v_factor,
+            )
             if selected is not None:
                 tensors = selected.for_library()
-                last = [tensors.get(name) for name in names_of("run")[len(_RUN_ARGUMENTS) :]]
-                run = lambda *given: self._library_run(*given, *last)  # noqa: E731
+                given += tuple(tensors.get(name) for name in names_of("run")[len(_RUN_ARGUMENTS) :])
         while True:
             try:
-                if is_plain:
-                    errors = run(
-                        self._handle, q, k, v, out, lse, sm_scale, logits_soft_cap, after_append, q_rope
-                    )
-                else:
-                    errors = run(
-                        self._handle,
-                        q,
-                        k,
-                        v,
-                        out,
-                        lse,
-                        sm_scale,
-                        logits_soft_cap,
-                        after_append,
-                        q_rope,
-                        k_scales,
-                        v_scales,
-                        q_scale,
-                        sinks,
-                        lse_to_base_2,
-                        is_hnd,
-                        k_rope,
-                        out_scale,
-                        k_factor,
-                        v_factor,
-                    )
+                errors = self._library_run(*given)
                 break
             except RuntimeError as error:
                 if variant is None or not variant.load_if_missing(self._handle, error):

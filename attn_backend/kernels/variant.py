@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +27,8 @@ from torch import Tensor
 from ..jit import compilers, cubins, manifest
 from ..jit.manifest import HeadDims
 from ..jit.progress import warn_once
-from ..metadata import BSRView, KVCache
-from ..metadata.kv_cache import FORMATS_BY_DTYPE, CacheDtype, CacheScale, Scale
+from ..metadata import BSRView
+from ..metadata.kv_cache import FORMATS_BY_DTYPE, CacheDtype, CacheScale
 from ..settings import Settings
 from ..validation import dtype_name, refuse, require
 from ..variants import Variant, builtin
@@ -430,34 +431,15 @@ class AttentionVariant:
                 return False
         return True
 
-    def interpret(
-        self,
-        levels: Sequence[BSRView],
-        q: Tensor,
-        kv: KVCache,
-        out: Tensor,
-        lse: Tensor | None,
-        sm_scale: float,
-        sinks: Tensor | None,
-        q_scale: Scale,
-        out_scale: Scale,
-    ) -> None:
-        """Runs attention in torch. The arguments are already checked."""
-        visibilities = [self.visibility(view, len(levels)) for view in levels]
+    def interpret(self, levels: Sequence[BSRView], **of_run: Any) -> None:
+        """Runs attention in torch. of_run: arguments of interpreter.interpret(), already checked."""
         interpret(
             self.variant,
             args=self._last_args or {},
             levels=levels,
-            visibilities=visibilities,
-            q=q,
-            kv=kv,
-            out=out,
-            lse=lse,
-            sm_scale=sm_scale,
-            sinks=sinks,
-            q_scale=q_scale,
-            out_scale=out_scale,
+            visibilities=[self.visibility(view, len(levels)) for view in levels],
             rotation=self._rotation,
+            **of_run,
         )
 
     def _ahead(self) -> str:
