@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from ..settings import Settings
-from ..stored_formats import BY_DTYPE
+from ..stored_formats import BY_DTYPE, BY_ELEMENT
 from . import code_address, compilers, kernel_cache, manifest, progress
 from .compilers import headers_digest, nvcc, nvcc_version
 from .kernel_cache import cache_dir
@@ -35,6 +35,10 @@ PACKAGE = Path(__file__).resolve().parent.parent
 # Where this process found each kernel: "shipped" in the package, "cached", or "compiled" now.
 origins: dict[Path, str] = {}
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
+
+
+class NoCompilerError(RuntimeError):
+    """There is no C++ compiler for a variant's kernels on a CPU."""
 
 
 def source_root() -> Path:
@@ -390,17 +394,22 @@ def find_library(
     isa: str,
     dtype: str,
     head_dim: int | HeadDims,
-    widens: bool = False,
+    kv_element: str | None = None,
     ahead: Callable[[], str] | None = None,
 ) -> Path:
     """The shared library of a variant's kernels for a CPU, checked to be complete; compiled now if missing.
 
-    isa: the selected one (csrc/common/cpu/isa.h). dtype: torch's name. widens: for caches with
-    scales, of all elements of SCALED_ELEMENTS (file names say float8). ahead: as in find_variant_kernel().
+    isa: the selected one (csrc/common/cpu/isa.h). dtype: of Q, by torch's name. kv_element: of a cache of
+    another type, from manifest.kv_element_of(). ahead: as in find_variant_kernel().
 
     Raises:
+        NoCompilerError: it is missing, and there is no compiler.
         RuntimeError: it is missing and cannot be compiled, or must not be.
     """
+    # One library dequantizes all caches with scales to Q's dtype (its name has float8). Q is converted to the
+    # dtype of another cache.
+    widens = kv_element in manifest.SCALED_ELEMENTS
+    dtype = dtype if kv_element is None or widens else BY_ELEMENT[kv_element].dtype
     isa = compilers.isa_of(isa, dtype, head_dim)
     source = manifest.variant_text(variant) + compilers.cpp_source(isa, dtype, widens)
     what = f"variant {variant.name} ({dtype}, for a CPU with {isa})"
@@ -481,7 +490,7 @@ def _no_compiler(wanted: str | None) -> str:
 def _compile_cpu(variant: VariantSource, source: str, isa: str, what: str) -> tuple[bytes, str]:
     command = compilers.cpp_compiler()
     if command is None:
-        raise RuntimeError(f"{what} cannot be compiled: {compilers.no_cpp_compiler()}")
+        raise NoCompilerError(f"{what} cannot be compiled: {compilers.no_cpp_compiler()}")
     root = source_root()
     try:
         with progress.shown(f"compiling {what} with {Path(command[0]).name}"):
@@ -573,10 +582,7 @@ def compile_ahead(
     kv_element = manifest.kv_element_of(kv_dtype, dtype, token_scales)
     for target in targets:
         if target == "cpu":
-            of_products = manifest.multiplied_dtype(dtype, kv_element)
-            entries.append(
-                find_library(variant, isa, of_products, head_dim, kv_element in manifest.SCALED_ELEMENTS)
-            )
+            entries.append(find_library(variant, isa, dtype, head_dim, kv_element))
             continue
         arch = arch_of_target(target)
         designs = manifest.designs_for(HeadDims.of(head_dim), variant.has_transforms, arch)

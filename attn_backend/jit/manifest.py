@@ -309,20 +309,14 @@ def attention_name(stem: str, shape: KernelShape, variant: str = "standard") -> 
     return f"attention_{stem}_{shape}_{variant}"
 
 
-def kv_element_of(kv_dtype: str | None, dtype: str, token_scales: bool = False) -> str | None:
+def kv_element_of(kv_dtype: object, dtype: object, token_scales: bool = False) -> str | None:
     """The element of a cache whose type differs from Q and O: one of SCALED_ELEMENTS, or the other 16-bit
     type. None: the cache has dtype. token_scales: the cache has a scale for each token and head.
 
-    Dtypes are torch's names.
+    Dtypes are torch's, or their names.
     """
-    return None if kv_dtype is None or kv_dtype == dtype else BY_DTYPE[kv_dtype, token_scales].element
-
-
-def multiplied_dtype(dtype: str, kv_element: str | None) -> str:
-    """The dtype that is multiplied, by torch's name. An 8-bit cache is dequantized to Q's dtype; Q is
-    converted to the dtype of another 16-bit cache.
-    """
-    return dtype if kv_element is None or kv_element in SCALED_ELEMENTS else BY_ELEMENT[kv_element].dtype
+    name = str(kv_dtype).removeprefix("torch.")
+    return None if kv_dtype is None or kv_dtype == dtype else BY_DTYPE[name, token_scales].element
 
 
 def merge_name(element: str, variant: str = "") -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 
-from ..jit.manifest import append_qkv_name
+from ..jit.manifest import append_qkv_name, kv_element_of
 from ..metadata import KVCache
 from ..metadata.kv_cache import (
     FORMATS_BY_DTYPE,
@@ -36,7 +36,7 @@ from ..validation import (
     short_repr,
 )
 from . import torch_ops
-from .native import CUDA_DTYPES, by_name, kernel_file, kv_element_of, library
+from .native import CUDA_DTYPES, by_name, kernel_file, library
 
 
 @torch_ops.eager

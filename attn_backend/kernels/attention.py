@@ -76,7 +76,6 @@ from .native import (
     in_order,
     is_captured,
     kernel_file,
-    kv_element_of,
     library,
     names_of,
     pack,
@@ -227,7 +226,7 @@ class AttentionConfig:
             return files
         element = FORMATS_BY_DTYPE[self.dtype].element
         names = {"plan": "plan"}
-        kv_element = kv_element_of(self.kv_dtype, self.dtype, self.token_scales)
+        kv_element = manifest.kv_element_of(self.kv_dtype, self.dtype, self.token_scales)
         reads_dequantized = design.reads_dequantized and not self.dims.is_wide  # rows of latents are wide
         if reads_dequantized and kv_element in manifest.SCALED_ELEMENTS:
             names["dequantize"] = manifest.dequantize_name(element, kv_element)
@@ -527,8 +526,12 @@ def positions_of(view: BSRView) -> PositionTensors:
         return 0 if tensor is None else check_plain(name, tensor).data_ptr()
 
     of_rows = view.requests if view.positions is None else view.positions
-    num_rows = 0 if of_rows is None else of_rows.shape[0]
-    return PositionTensors(address("kv_offsets"), address("positions"), address("requests"), num_rows)
+    return PositionTensors(
+        address("kv_offsets"),
+        address("positions"),
+        address("requests"),
+        0 if of_rows is None else of_rows.shape[0],
+    )
 
 
 def tensors_of(view: BSRView) -> Iterator[tuple[str, Tensor]]:

@@ -14,20 +14,12 @@ import numpy
 import torch
 import tvm_ffi
 
-from ..jit import manifest
 from ..jit.code_address import RejectedKernelError
 from ..jit.cubins import PACKAGE, arch_of, find_kernel
 from ..metadata.kv_cache import FORMATS_BY_DTYPE, CacheDtype
-from ..validation import dtype_name
 
 CUDA_DTYPES = (torch.bfloat16, torch.float16)  # of Q and O, except 8-bit ones
 CPU_DTYPES = (*CUDA_DTYPES, torch.float32)  # and of states and logits, everywhere
-
-
-def kv_element_of(kv_dtype: CacheDtype | None, dtype: torch.dtype, token_scales: bool = False) -> str | None:
-    """The name of a cache's elements in kernels' names, of dtypes; None: there are no such kernels."""
-    name = dtype_name(kv_dtype) if isinstance(kv_dtype, torch.dtype) else kv_dtype
-    return manifest.kv_element_of(name, dtype_name(dtype), token_scales)
 
 
 def data_type(dtype: CacheDtype) -> int:

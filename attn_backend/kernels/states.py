@@ -18,8 +18,8 @@ from .native import CPU_DTYPES, by_name, kernel_file
 @cache
 def _kernel_file(dtype: torch.dtype, device: torch.device) -> str:
     # other dtypes are refused, before the kernel is used
-    known = dtype if dtype in CPU_DTYPES else torch.float32
-    return kernel_file(manifest.merge_states_name(FORMATS_BY_DTYPE[known].element), device)
+    stored = FORMATS_BY_DTYPE[dtype if dtype in CPU_DTYPES else torch.float32]
+    return kernel_file(manifest.merge_states_name(stored.element), device)
 
 
 def merge_states(

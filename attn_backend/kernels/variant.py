@@ -4,8 +4,8 @@ functions.
 The way from Python functions to a kernel:
 
 1. `variants/variant.py` has them traced (`tracing.py`) and written as a C++ struct (`cpp.py`).
-2. `AttentionVariant` below asks `jit/manifest.py` for its kernels: their names and sources. The
-   constructor of an Attention calls its `files()`.
+2. The constructor of an Attention makes the `AttentionVariant` below, which asks `jit/manifest.py` for its
+   kernels: their names and sources. It then calls `files()`.
 3. `jit/cubins.py` finds each kernel or compiles it. Without a compiler, a CPU runs `interpreter.py`.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..jit import compilers, cubins, manifest
+from ..jit import cubins, manifest
 from ..jit.manifest import HeadDims
 from ..jit.progress import warn_once
 from ..metadata import BSRView
@@ -34,7 +34,7 @@ from ..validation import dtype_name, refuse, require
 from ..variants import Variant, builtin
 from ..variants.params import check_shapes
 from .interpreter import can_be_interpreted, interpret
-from .native import MissingKernelError, kv_element_of, library
+from .native import MissingKernelError, library
 
 
 def window_of_level(view: BSRView, of_variant: int = -1, name: str = "") -> int:
@@ -177,7 +177,7 @@ class AttentionVariant:
             any(size in (param.shape or ()) for param in variant.params) for size in ("batch", "rows")
         )
         self._shapes_hold = False  # whether the last arguments fit the last plan
-        self._kv_element = kv_element_of(kv_dtype, dtype, token_scales)
+        self._kv_element = manifest.kv_element_of(kv_dtype, dtype, token_scales)
         self._float8_q, self._float8_out, self._rotation = float8_q, float8_out, rotation
         self._given = variant
         self.variant = variant = variant if max_levels == 1 else variant.across_levels()
@@ -219,19 +219,14 @@ class AttentionVariant:
             return dict(zip(names, pool.map(self.file_of, names), strict=True))
 
     def _library_file(self) -> dict[str, str]:
-        isa, jit = library().current_isa(), Settings.read().jit
+        ahead = None if Settings.read().jit else self._ahead
         try:
-            of_products = manifest.multiplied_dtype(self._dtype, self._kv_element)
-            widens = self._kv_element in manifest.SCALED_ELEMENTS
-            return {
-                "variant": str(
-                    cubins.find_library(
-                        self.variant, isa, of_products, self._dims, widens, None if jit else self._ahead
-                    )
-                )
-            }
-        except RuntimeError as error:
-            if not jit or compilers.cpp_compiler() is not None or not can_be_interpreted(self.variant):
+            file = cubins.find_library(
+                self.variant, library().current_isa(), self._dtype, self._dims, self._kv_element, ahead
+            )
+            return {"variant": str(file)}
+        except cubins.NoCompilerError as error:
+            if not can_be_interpreted(self.variant):
                 raise
             warn_once(
                 f"attn_backend: variant {self.variant.name} is interpreted, many times slower than compiled: "

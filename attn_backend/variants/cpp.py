@@ -10,7 +10,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .expressions import Kind, Node, is_never_negative, nodes_of
+from .expressions import (
+    SCORE,
+    Kind,
+    Node,
+    Visibility,
+    bias_slope,
+    constant,
+    is_interval,
+    is_never_negative,
+    mask_visibility,
+    nodes_of,
+)
 from .params import Param, is_cpp_word
 
 INCLUDES = '#include "attention/variant/variant_math.h"\n#include "attention/variant/variants.h"\n'
@@ -128,7 +139,25 @@ class Body:
         return [param.name for param in self.params if re.search(rf"\b{param.cpp_name}\b", text)]
 
 
-def hook(name: str, result: Node, params: Mapping[str, Param]) -> str:
+def body_from_expressions(
+    name: str, score: Node | None, mask: Node | None, params: Mapping[str, Param]
+) -> tuple[Body, Visibility]:
+    """The body of traced functions, and the interval of tokens that their mask lets through."""
+    hooks = {}
+    if score is not None and score is not SCORE:
+        hooks["logits"] = _hook("logits", score, params)
+        if (slope := bias_slope(score)) is not None:
+            hooks["bias_slope"] = _hook("bias_slope", slope, params)
+    visibility = mask_visibility(constant(True) if mask is None else mask)
+    if visibility.mask is not None:
+        hooks["mask"] = _hook("mask", visibility.mask, params)
+    has_holes = visibility.mask is not None and not is_interval(visibility.mask)
+    code = "\n".join(hooks.values())
+    body = Body(name, tuple(params.values()), frozenset(hooks), True, code, skips_kv_tiles=has_holes)
+    return body, visibility
+
+
+def _hook(name: str, result: Node, params: Mapping[str, Param]) -> str:
     """A hook that returns `result`."""
     statements = _Statements(params)
     text = statements.returned(result)
@@ -267,17 +296,29 @@ def _float(value: float) -> str:
     return f"{text}f" if "." in text or "e" in text else f"{text}.0f"
 
 
-def whole_source(bodies: Sequence[Body]) -> str:
-    """The file of a variant. UserVariant is the only body, or has one member per body.
+def whole_source(bodies: Sequence[Body], params_bytes: int) -> str:
+    """The file of a variant. UserVariant is the only body, or has one member per body. Asserts compare the
+    struct with what Python has read from its text: launches depend on it.
 
     Bodies without hooks and parameters, for masks that are intervals, generate nothing: alibi() & causal()
     has the source of alibi().
     """
+    uses_softmax = str(all(body.uses_softmax for body in bodies)).lower()
+    has_transforms = str(any(not body.hooks.isdisjoint(TRANSFORMS) for body in bodies)).lower()
+    transforms = " || ".join(f"VariantHooks<UserVariant>::k{name.title()}" for name in TRANSFORMS)
     bodies = [body for body in bodies if body.hooks or body.params] or bodies[:1]
     # a separate mask() would not include the range
     is_one = len(bodies) == 1 and "range" not in bodies[0].hooks
     text = _struct("UserVariant", bodies[0]) if is_one else _combined(bodies)
-    return f"{INCLUDES}\nnamespace attn {{\n\n{text}\n}}  // namespace attn\n"
+    return (
+        f"{INCLUDES}\nnamespace attn {{\n\n{text}\n"
+        f'static_assert(sizeof(UserVariant::Params) == {params_bytes}, "not as Python packs it");\n'
+        f"static_assert(UserVariant::kUsesSoftmax == {uses_softmax},\n"
+        f'              "kUsesSoftmax must be the literal true or false");\n'
+        f"static_assert(({transforms}) == {has_transforms},\n"
+        f'              "query(), key() and value() must not come from macros or conditional directives");\n'
+        f"\n}}  // namespace attn\n"
+    )
 
 
 def _struct(name: str, body: Body) -> str:
@@ -434,7 +475,7 @@ def _struct_name(name: str) -> str:
 _SHARED = ("position", "kv_head")
 
 
-def body_from(cpp: object, params: Sequence[Param], name: str, pairs: PairLayout) -> Body:
+def body_from_source(cpp: object, params: Sequence[Param], name: str, pairs: PairLayout) -> Body:
     """Checks for errors that a compiler would not explain in the user's terms; the compiler reports the rest.
 
     Raises:

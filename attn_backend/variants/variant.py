@@ -14,8 +14,17 @@ import torch
 from torch import Tensor
 
 from ..validation import check_int, check_types, describe, refuse, require
-from .cpp import HOOKS, TRANSFORMS, Body, PairLayout, body_from, has_bias_slope, hook, pairs_of, whole_source
-from .expressions import SCORE, bias_slope, constant, is_interval, mask_visibility
+from .cpp import (
+    HOOKS,
+    TRANSFORMS,
+    Body,
+    PairLayout,
+    body_from_expressions,
+    body_from_source,
+    has_bias_slope,
+    pairs_of,
+    whole_source,
+)
 from .params import MAX_BYTES, Layout, Param, check_value, params_from
 from .reference import Reference, ReferenceFunctions
 from .tracing import MASK_MOD, SCORE_MOD, Bound, TracingError, error_at_definition, trace
@@ -23,18 +32,6 @@ from .tracing import MASK_MOD, SCORE_MOD, Bound, TracingError, error_at_definiti
 _MAX_NAME = 40
 # The functions of builtin.py that make a variant, by name. builtin.py fills it.
 BUILTINS: dict[str, Callable[..., Variant]] = {}
-
-
-def _checks(params_bytes: int, uses_softmax: bool, has_transforms: bool) -> str:
-    """Asserts in C++ that the variant is what Python has read from its text: launches depend on it."""
-    transforms = " || ".join(f"VariantHooks<UserVariant>::k{hook.title()}" for hook in TRANSFORMS)
-    return (
-        f'static_assert(sizeof(UserVariant::Params) == {params_bytes}, "not as Python packs it");\n'
-        f"static_assert(UserVariant::kUsesSoftmax == {str(uses_softmax).lower()},\n"
-        f'              "kUsesSoftmax must be the literal true or false");\n'
-        f"static_assert(({transforms}) == {str(has_transforms).lower()},\n"
-        f'              "query(), key() and value() must not come from macros or conditional directives");\n'
-    )
 
 
 class Variant:
@@ -144,10 +141,7 @@ class Variant:
                     f"variants that are combined both have a parameter {param.name!r}, must have different "
                     f"names"
                 )
-        checks = _checks(layout.bytes, fields["uses_softmax"], fields["has_transforms"])
-        fields["source"] = whole_source(bodies).replace(
-            "\n}  // namespace attn", f"\n{checks}\n}}  // namespace attn"
-        )
+        fields["source"] = whole_source(bodies, layout.bytes)
         fields["user_sources"] = {k: v for part in parts for k, v in part.user_sources.items()} | (
             {} if cpp is None else {f"<variant {fields['name']}>": cpp}
         )
@@ -233,24 +227,11 @@ class Variant:
                     f"tensors[{param.name!r}] is not a free variable of the functions, must be one",
                 )
         params = {param.name: param for param in (*declared, *(param for _, param in bound.values()))}
-        hooks: dict[str, str] = {}
-        if "score_mod" in traced and traced["score_mod"].result is not SCORE:
-            hooks["logits"] = hook("logits", traced["score_mod"].result, params)
-            if (slope := bias_slope(traced["score_mod"].result)) is not None:
-                hooks["bias_slope"] = hook("bias_slope", slope, params)
-        visibility = mask_visibility(traced["mask_mod"].result if "mask_mod" in traced else constant(True))
-        if visibility.mask is not None:
-            hooks["mask"] = hook("mask", visibility.mask, params)
         functions = [function for function in (score_mod, mask_mod) if function is not None]
         name = _clean(name if name is not None else "_".join(map(_name_of, functions)))
-        has_holes = visibility.mask is not None and not is_interval(visibility.mask)
-        body = Body(
-            name,
-            tuple(params.values()),
-            frozenset(hooks),
-            True,
-            "\n".join(hooks.values()),
-            skips_kv_tiles=has_holes,
+        results = {what: one.result for what, one in traced.items()}
+        body, visibility = body_from_expressions(
+            name, results.get("score_mod"), results.get("mask_mod"), params
         )
         return cls(
             body=body,
@@ -320,7 +301,7 @@ class Variant:
         check_types(str, "a string", name=name)
         name = _clean(name)
         check_types(bool, "True or False", causal=causal, skips_kv_tiles=skips_kv_tiles)
-        body = body_from(
+        body = body_from_source(
             cpp, params_from(params, "params"), name, _checked_pairs(pair_distance, pair_columns)
         )
         if skips_kv_tiles and "mask" not in body.hooks:

@@ -20,7 +20,7 @@ from attn_backend import Attention, BlockScales, BSRView, Composition, KVCache, 
 from attn_backend.jit import manifest
 from attn_backend.jit.manifest import HeadDims
 from attn_backend.kernels.attention import prefill_multiplies_float8
-from attn_backend.kernels.native import data_type, kv_element_of
+from attn_backend.kernels.native import data_type
 from attn_backend.metadata.kv_cache import FORMATS_BY_DTYPE
 
 KERNELS = ("generic", "hopper")
@@ -165,7 +165,7 @@ def library(
         text, variant_type, name = '#include "slanted_variant.h"\n', TEST_VARIANTS[variant], variant
     else:
         text, variant_type, name = "", manifest.STANDARD_VARIANTS[variant], variant
-    kv_element = kv_element_of(kv_dtype, dtype, token_scales)
+    kv_element = manifest.kv_element_of(kv_dtype, dtype, token_scales)
     shape = manifest.KernelShape(element, head_dim, kv_element, float8_q, float8_out, rotation)
     cubins = design.cubins_for(shape)
     for cubin, stem in cubins.items():

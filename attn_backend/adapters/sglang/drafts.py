@@ -68,10 +68,9 @@ class DraftStepsBackend:
                 torch.arange(batch_size * self.topk, device=rows.device),
                 lens.repeat_interleave(self.topk),
             )
-        num_rows = rows.shape[0]
         for i, backend in enumerate(self.attn_backends):
             backend.plan_step(
-                Step(num_rows, backend.one_row_each(num_rows), 1, 1, lens + i + 1, rows, slots=slots)
+                Step(len(rows), backend.one_row_each(len(rows)), 1, 1, lens + i + 1, rows, slots=slots)
             )
 
 
