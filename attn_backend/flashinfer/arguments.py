@@ -40,8 +40,8 @@ def dtype_of(name: str, value: DType) -> torch.dtype:
 
 def element_types(
     q_data_type: DType, kv_data_type: DType | None = None, o_data_type: DType | None = None
-) -> tuple[torch.dtype, torch.dtype | None, bool, bool]:
-    """dtype, kv_dtype, float8_q and float8_out of Heads.
+) -> dict[str, Any]:
+    """dtype, kv_dtype, float8_q and float8_out of Heads, by name.
 
     Raises:
         NotImplementedError: an unsupported type, or an unsupported combination of types.
@@ -60,7 +60,12 @@ def element_types(
     if o_type != q_type and not float8_q and not float8_out:
         not_supported(f"o_data_type = {o_type} with q_data_type = {q_type}")
     dtype = q_type if not float8_q else torch.bfloat16 if float8_out else o_type
-    return dtype, kv_type if is_mixed or kv_type in SCALED_DTYPES else None, float8_q, float8_out
+    return {
+        "dtype": dtype,
+        "kv_dtype": kv_type if is_mixed or kv_type in SCALED_DTYPES else None,
+        "float8_q": float8_q,
+        "float8_out": float8_out,
+    }
 
 
 def check_kv_layout(kv_layout: object) -> str:
@@ -371,7 +376,7 @@ def heads_of(
     """
     dims = check_head_dims(head_dim_qk, head_dim_vo, device)
     types = element_types(q_data_type, kv_data_type, o_data_type)
-    heads = Heads(num_qo_heads, num_kv_heads, dims, *types, token_scales=use_token_head_sf)
+    heads = Heads(num_qo_heads, num_kv_heads, dims, **types, token_scales=use_token_head_sf)
     if use_token_head_sf:
         if heads.kv_dtype == torch.float8_e5m2:
             not_supported("use_token_head_sf with kv_data_type = torch.float8_e5m2")
@@ -382,7 +387,7 @@ def heads_of(
     if (
         heads.float8_q
         and device.type == "cuda"
-        and not dims.runs_over(FORMATS_BY_DTYPE[heads.q_dtype].element, True)
+        and not dims.runs_over(FORMATS_BY_DTYPE[heads.q_dtype].element, float8_q=True)
     ):
         not_supported(f"q_data_type = {heads.q_dtype} with head_dim = {dims} on CUDA")
     return heads

@@ -144,8 +144,10 @@ def _kernel(name: str, device: torch.device) -> tuple[str, int]:
 
 def _logits_kernel(logits: torch.Tensor) -> tuple[str, int]:
     # other dtypes are refused, before the kernel is used
-    stored = FORMATS_BY_DTYPE[logits.dtype if logits.dtype in CPU_DTYPES else torch.float32]
-    return _kernel(stored.element, logits.device)
+    return _kernel(
+        FORMATS_BY_DTYPE[logits.dtype if logits.dtype in CPU_DTYPES else torch.float32].element,
+        logits.device,
+    )
 
 
 def sampling_workspace(device: torch.device | str) -> torch.Tensor:

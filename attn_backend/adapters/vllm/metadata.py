@@ -252,13 +252,13 @@ class AttnMetadataBuilder(AttentionMetadataBuilder[AttnMetadata]):
 
     def plan(self, metadata: AttnMetadata) -> None:
         """Plans the batch on the current stream; may be captured."""
-        batch = metadata.seq_lens.shape[0]
+        num_reqs = metadata.seq_lens.shape[0]
         qo_indptr, blocks = metadata.query_start_loc, metadata.block_table
         # Runners pad both for CUDA graphs. The lengths have the number of requests.
-        if qo_indptr.shape[0] != batch + 1:
-            qo_indptr = qo_indptr[: batch + 1]
-        if blocks.shape[0] != batch:
-            blocks = blocks[:batch]
+        if qo_indptr.shape[0] != num_reqs + 1:
+            qo_indptr = qo_indptr[: num_reqs + 1]
+        if blocks.shape[0] != num_reqs:
+            blocks = blocks[:num_reqs]
         kv_lens = metadata.seq_lens
         if self.context_parallel is not None:
             kv_lens = self.context_parallel.local_lens(
