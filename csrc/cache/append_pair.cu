@@ -6,18 +6,17 @@
 
 namespace attn {
 
-constexpr int kPlainPairCtasPerSm = 6;
-constexpr int kNormedPairCtasPerSm = 5;
+constexpr int kPairCtasPerSm = 5;
 constexpr int kGeneralPairCtasPerSm = 8;
 
 }  // namespace attn
 
-extern "C" __global__ void __launch_bounds__(attn::kAppendQkvThreads, attn::kPlainPairCtasPerSm)
+extern "C" __global__ void __launch_bounds__(attn::kAppendQkvThreads, attn::kPairCtasPerSm)
     append_pair_plain_kernel(const __grid_constant__ attn::QkvPairParams params) {
   attn::append_pair<attn::KernelElement, attn::QkvKernel::kPlain, attn::KernelQuantizer, attn::kKernelRotates>(params);
 }
 
-extern "C" __global__ void __launch_bounds__(attn::kAppendQkvThreads, attn::kNormedPairCtasPerSm)
+extern "C" __global__ void __launch_bounds__(attn::kAppendQkvThreads, attn::kPairCtasPerSm)
     append_pair_normed_kernel(const __grid_constant__ attn::QkvPairParams params) {
   attn::append_pair<attn::KernelElement, attn::QkvKernel::kNormed, attn::KernelQuantizer, attn::kKernelRotates>(params);
 }

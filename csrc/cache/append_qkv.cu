@@ -7,13 +7,13 @@
 namespace attn {
 
 /// As many CTAs share a multiprocessor as fit without spilled registers.
-constexpr int kPlainCtasPerSm = takes_heads<KernelQuantizer>(kKernelRotates) ? 6
-                                : KernelQuantizer::kBits == 16               ? 9
-                                : KernelQuantizer::kLimits == 2              ? 7
-                                                                             : 8;
-constexpr int kNormedCtasPerSm = KernelQuantizer::kOfBlocks                         ? 5
-                                 : KernelQuantizer::kLimits == 0 && !kKernelRotates ? 7
-                                                                                    : 6;
+constexpr bool kKernelTakesHeads = takes_heads<KernelQuantizer>(kKernelRotates);
+constexpr int kPlainCtasPerSm = KernelQuantizer::kOfBlocks      ? 5
+                                : kKernelTakesHeads             ? 6
+                                : KernelQuantizer::kBits == 16  ? 9
+                                : KernelQuantizer::kLimits == 2 ? 7
+                                                                : 8;
+constexpr int kNormedCtasPerSm = kKernelTakesHeads ? 5 : KernelQuantizer::kLimits == 0 ? 7 : 6;
 constexpr int kGeneralCtasPerSm = 8;
 
 }  // namespace attn

@@ -155,13 +155,11 @@ __device__ __forceinline__ void rotate_head(float (&x)[kColumns], int32_t head_d
   }
 }
 
-/// Whether lanes rotate and quantize the columns that they have. If halves of a head pair up, a lane's columns are
-/// apart. A level of a rotation is then still one of a lane's number or of a register's, if the whole head is rotated
-/// twice. A block of scales has half of the columns of two lanes.
-ATTN_HD bool has_heads_in_place(const QkvParams& p, bool rotates) {
+/// Whether the levels of a rotation are one for each bit of a lane's number and of the number of a register: halves of
+/// a head pair up, or a lane's columns are neighbors.
+ATTN_HD bool rotates_in_place(const QkvParams& p) {
   const bool has_pairs = p.rotary_dim > 0 && p.is_interleaved == 0;
-  if (rotates) return rotation_block(p.head_dim) == p.head_dim && (!has_pairs || p.rotary_dim == p.head_dim);
-  return !has_pairs || p.rotary_dim % (2 * kScaleColumns) == 0;
+  return rotation_block(p.head_dim) == p.head_dim && (!has_pairs || p.rotary_dim == p.head_dim);
 }
 
 /// Whether K and V go through shared memory, one head at a time.
@@ -181,7 +179,8 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p, int32_t cta) {
   constexpr bool kAligned = kKernel != QkvKernel::kGeneral, kNormalizes = kKernel != QkvKernel::kPlain;
   const int32_t lanes = 1 << p.lane_bits;
   const int32_t thread = static_cast<int32_t>(threadIdx.x), chunk = thread & (lanes - 1);
-  const HeadGroup group = head_group(p, cta, thread >> p.lane_bits);
+  const int32_t groups = kAppendQkvThreads >> p.lane_bits;  // of this CTA
+  const HeadGroup group = head_group(p, cta * groups + (thread >> p.lane_bits));
   const ChunkPlace place = place_of_chunk(p, chunk, kSize);
   const int32_t distance = place.high - place.low;
   const bool is_q = group.kind == HeadKind::kQ, is_v = group.kind == HeadKind::kV;
@@ -256,11 +255,12 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p, int32_t cta) {
     return Quantizer(limits, is_v ? p.v_factor : p.k_factor, p.scales.element);
   };
   const auto larger = [](float a, float b) { return fmaxf(a, b); };
+  const bool has_kv = __any_sync(ptx::kAllLanes, !is_q);  // the warp
   if constexpr (kTakesHeads) {
-    if (!is_q) {
+    if (has_kv) {
       // A head at a time. Unless it rotates in place, it goes through shared memory: the lanes' columns may be any, but
       // rotations and blocks need neighboring ones. Gaps between the chunks avoid bank conflicts.
-      const bool in_place = kAligned && has_heads_in_place(p, kRotates);
+      const bool in_place = kRotates && !kOfBlocks && kAligned && rotates_in_place(p);
       constexpr int32_t kColumns = 2 * kSize, kStride = kColumns + 4;
       float* const row =
           reinterpret_cast<float*>(ptx::static_shared<kAppendQkvThreads * kStride * 4>()) + (thread - chunk) * kStride;
@@ -269,15 +269,16 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p, int32_t cta) {
       };
       const int32_t low = in_place ? place.low : chunk * kColumns, high = in_place ? place.high : low + kSize;
       const int32_t slot = is_cached ? p.slots.narrow(slot_words) : 0;
-      const bool is_written = heads > 0 && p.pages.has(slot);
-      const SlotPlace token = is_written ? p.pages.place(slot) : SlotPlace{0, 0};
-      const KvTensor& target = is_v ? p.v_cache : p.k_cache;
-      constexpr int32_t kElementBytes = kQuantizes ? 1 : 2;
+      const bool is_written = heads > 0 && (is_q || p.pages.has(slot));
+      const SlotPlace token = is_q || !is_written ? SlotPlace{0, group.token} : p.pages.place(slot);
+      const KvTensor q_target{p.q_out.data, 0, p.q_out.token_stride, p.q_out.head_stride};
+      const KvTensor& target = is_q ? q_target : is_v ? p.v_cache : p.k_cache;
+      const int32_t element_bytes = is_quantized ? 1 : 2;
       char* to = static_cast<char*>(const_cast<void*>(target.data)) +
-                 (target.element(token, group.first_head) + low / (kBits == 4 ? 2 : 1)) * kElementBytes;
+                 (target.element(token, group.first_head) + low / (kBits == 4 && is_quantized ? 2 : 1)) * element_bytes;
 #pragma unroll
       for (int32_t i = 0; i < kGroupHeads; ++i) {
-        const bool is_there = is_written && i < heads;
+        const bool is_there = is_written && i < heads, writes_kv = is_there && !is_q;
         float halves[kColumns];
         x[i].opaque();
         if (p.is_interleaved != 0) x[i].deinterleave();
@@ -316,25 +317,14 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p, int32_t cta) {
           }
           __syncwarp();  // before the next head takes its place
         }
+        if (is_q && is_there) {  // in a warp with heads of K, too
+#pragma unroll
+          for (int32_t j = 0; j < kSize; ++j) x[i].words[j] = Element::pack(rotated[2 * j], rotated[2 * j + 1]);
+          x[i].store(reinterpret_cast<uint16_t*>(to), high - low);
+        }
         if constexpr (kRotates) rotate_head(rotated, p.head_dim, low, high, lanes);
-        [[maybe_unused]] Quantizer of_halves[2] = {quantizers[i], quantizers[i]};
-        const TokenScales& scales = is_v ? p.v_token_scales : p.k_token_scales;
-        if constexpr (kOfBlocks) {
-          float limits[2] = {};  // of the lane's two halves
-#pragma unroll
-          for (int32_t j = 0; j < kColumns; ++j) add_to_limits<kLimits>(limits + j / kSize, rotated[j]);
-          const bool is_apart = high - low != kSize, has_half_blocks = is_apart || kColumns < kScaleColumns;
-          if (!is_apart) limits[0] = limits[1] = larger(limits[0], limits[1]);
-#pragma unroll
-          for (int32_t half = 0; half < 2; ++half) {
-            const float neighbors = __shfl_xor_sync(ptx::kAllLanes, limits[half], 1);
-            if (has_half_blocks) limits[half] = larger(limits[half], neighbors);
-            of_halves[half] = quantizer_of(limits + half);
-            if (is_there && !(has_half_blocks && chunk % 2 == 1) && (half == 0 || is_apart))
-              scales.write_block(token, group.first_head + i, (half == 0 ? low : high) / kScaleColumns,
-                                 of_halves[half].stored());
-          }
-        } else if constexpr (kLimits > 0) {
+        if constexpr (kLimits > 0) {
+          constexpr int32_t kBlockLanes = kScaleColumns / kColumns;
           float limits[kLimits];
 #pragma unroll
           for (float& limit : limits) limit = first_limit<kLimits>();  // lanes without columns keep it
@@ -342,32 +332,36 @@ __device__ __forceinline__ void append_qkv(const QkvParams& p, int32_t cta) {
 #pragma unroll
             for (int32_t j = 0; j < kColumns; ++j) add_to_limits<kLimits>(limits, rotated[j]);
           }
-          over_lanes(limits, lanes, larger);
-          of_halves[0] = of_halves[1] = quantizer_of(limits);
-          if (is_there && chunk == 0) scales.write(token, group.first_head + i, of_halves[0].stored());
+          over_lanes(limits, kOfBlocks ? kBlockLanes : lanes, larger);
+          quantizers[i] = quantizer_of(limits);
+          const TokenScales& written = is_v ? p.v_token_scales : p.k_token_scales;
+          if constexpr (kOfBlocks) {
+            if (writes_kv && chunk % kBlockLanes == 0)
+              written.write_block(token, group.first_head + i, chunk / kBlockLanes, quantizers[i].stored());
+          } else {
+            if (writes_kv && chunk == 0) written.write(token, group.first_head + i, quantizers[i].stored());
+          }
         }
-        if constexpr (kQuantizes) {
+        if (writes_kv && is_quantized) {
+          const auto rounder = rounder_of(quantizers[i], p.scales.element);
           Bytes bytes;
 #pragma unroll
-          for (int32_t half = 0; half < 2; ++half) {
-            const auto rounder = rounder_of(of_halves[half], p.scales.element);
-#pragma unroll
-            for (int32_t j = half * kSize / 2; j < (half + 1) * kSize / 2; ++j)
-              set_bytes(bytes, j, rotated[2 * j], rotated[2 * j + 1], rounder);
-          }
-          if (is_there) bytes.store(reinterpret_cast<uint8_t*>(to), high - low);
-        } else {
+          for (int32_t j = 0; j < kSize; ++j) set_bytes(bytes, j, rotated[2 * j], rotated[2 * j + 1], rounder);
+          bytes.store(reinterpret_cast<uint8_t*>(to), high - low);
+        } else if (writes_kv) {
 #pragma unroll
           for (int32_t j = 0; j < kSize; ++j)
             x[i].words[j] = pack_finite<CacheElement>(rotated[2 * j], rotated[2 * j + 1]);
-          if (is_there) x[i].store(reinterpret_cast<uint16_t*>(to), high - low);
+          x[i].store(reinterpret_cast<uint16_t*>(to), high - low);
         }
-        to += target.head_stride * kElementBytes;
+        to += target.head_stride * element_bytes;
       }
       return;
     }
   }
-  const bool finds_scales = kScalesTokens && !kTakesHeads && !is_q;
+  const bool finds_scales = kScalesTokens && !kTakesHeads && has_kv;
+  // Warps with heads of K or V have returned. This removes the code for them below.
+  if (kTakesHeads && !is_q) __builtin_unreachable();
   if constexpr (kScalesTokens) {
     if (finds_scales) {
       float limits[kGroupHeads * kLimits];

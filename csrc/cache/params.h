@@ -125,9 +125,8 @@ ATTN_HD QkvKernel kernel_for(const QkvParams& p) {
   return is_only_rounded ? QkvKernel::kRounded : QkvKernel::kPlain;
 }
 
-// A kernel divides its work into groups of heads: heads of Q, of K or of V of one token. As many lanes as a head has
-// chunks, rounded up to a power of two, take a group. A CTA takes the same heads of consecutive tokens, so its warps
-// take equally long, and all of their branches on the kind of head are uniform.
+// A kernel divides its work into groups of heads: all heads of Q, of K or of V of one token. As many lanes as a head
+// has chunks, rounded up to a power of two, take a group.
 
 constexpr int32_t kAppendQkvThreads = 128;
 
@@ -141,23 +140,21 @@ struct HeadGroup {
   int32_t token;
   HeadKind kind;
   int32_t first_head;
-  int32_t heads;  // 0: there is no such token
+  int32_t heads;  // 0: there is no such group
 };
 
-/// Tokens of a CTA.
-ATTN_HD int32_t append_qkv_tokens(const QkvParams& p) { return kAppendQkvThreads >> p.lane_bits; }
-
-/// token: of append_qkv_tokens().
-ATTN_HD HeadGroup head_group(const QkvParams& p, int32_t cta, int32_t token) {
-  const int32_t block = p.groups_of_token.divide(cta);  // of tokens
-  const int32_t group = cta - block * p.groups_of_token.divisor;
+ATTN_HD HeadGroup head_group(const QkvParams& p, int32_t group) {
+  const int32_t token = p.groups_of_token.divide(group);
+  if (token >= p.num_tokens) return HeadGroup{};
   const int32_t q_groups = ceil_div(p.num_qo_heads, kGroupHeads), k_groups = ceil_div(p.num_kv_heads, kGroupHeads);
-  const HeadKind kind = group < q_groups ? HeadKind::kQ : group < q_groups + k_groups ? HeadKind::kK : HeadKind::kV;
+  const int32_t token_group = group - token * p.groups_of_token.divisor;
+  const HeadKind kind = token_group < q_groups              ? HeadKind::kQ
+                        : token_group < q_groups + k_groups ? HeadKind::kK
+                                                            : HeadKind::kV;
   const int32_t before = kind == HeadKind::kQ ? 0 : kind == HeadKind::kK ? q_groups : q_groups + k_groups;
-  const int32_t first_head = (group - before) * kGroupHeads;
+  const int32_t first_head = (token_group - before) * kGroupHeads;
   const int32_t num_heads = kind == HeadKind::kQ ? p.num_qo_heads : p.num_kv_heads;
-  token += block * append_qkv_tokens(p);
-  return HeadGroup{token, kind, first_head, token < p.num_tokens ? min_of(num_heads - first_head, kGroupHeads) : 0};
+  return HeadGroup{token, kind, first_head, min_of(num_heads - first_head, kGroupHeads)};
 }
 
 /// Elements of half a chunk.
@@ -175,7 +172,7 @@ ATTN_HD void divide_work(QkvParams& p, QkvKernel kernel) {
 /// CTAs, of kAppendQkvThreads threads each, once the work is divided.
 ATTN_HD int64_t append_qkv_ctas(const QkvParams& p, QkvKernel kernel) {
   if (kernel == QkvKernel::kRounded) return p.num_tokens;
-  return int64_t{ceil_div(p.num_tokens, append_qkv_tokens(p))} * p.groups_of_token.divisor;
+  return ceil_div<int64_t>(int64_t{p.num_tokens} * p.groups_of_token.divisor, kAppendQkvThreads >> p.lane_bits);
 }
 
 /// Of a cache whose K and V have different types: one launch, whose first CTAs take Q and K.

@@ -1143,13 +1143,6 @@ FAULTS = (
         ("tests/csrc/test_device_append.py", "-k", "each_token_and_head"),
     ),
     Fault(
-        "append_qkv: a block of a lane's halves is its own",
-        "csrc/cache/append_qkv.cuh",
-        "if (has_half_blocks) limits[half] = larger(",
-        "if (!is_apart) limits[half] = larger(",
-        ("tests/csrc/test_device_append.py", "-k", "columns_are_apart and False"),
-    ),
-    Fault(
         "append_qkv: heads turn in place that are two blocks of a rotation",
         "csrc/cache/append_qkv.cuh",
         "return rotation_block(p.head_dim) == p.head_dim && (",
