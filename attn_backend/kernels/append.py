@@ -444,7 +444,7 @@ def append_kv(
             rounds = k.dtype is not k_cache.dtype and (
                 has_token_scales
                 or k_cache.dtype in SCALED_DTYPES
-                or {k.dtype, k_cache.dtype} == {*CUDA_DTYPES}
+                or (k.dtype in CUDA_DTYPES and k_cache.dtype in CUDA_DTYPES)
             )
             if rotation or rounds:
                 file = qkv_kernel_file(k_cache.device, k.dtype, kv.stored_dtype, has_token_scales, rotation)

@@ -22,6 +22,14 @@ CUDA_DTYPES = (torch.bfloat16, torch.float16)  # of Q and O, except 8-bit ones
 CPU_DTYPES = (*CUDA_DTYPES, torch.float32)  # and of states and logits, everywhere
 
 
+@cache
+def float_element(dtype: torch.dtype) -> str:
+    """The element of states or logits, in names of kernels. Other dtypes are refused before the kernel is
+    used; they have float32's.
+    """
+    return FORMATS_BY_DTYPE[dtype if dtype in CPU_DTYPES else torch.float32].element
+
+
 def data_type(dtype: CacheDtype) -> int:
     """The value of a dtype in DataType (csrc/common/data_type.h)."""
     return values_of("DataType")[f"k{FORMATS_BY_DTYPE[dtype].struct}"]

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from ..jit import manifest
 from ..jit.manifest import BUILDS
-from ..metadata.kv_cache import FORMATS_BY_DTYPE
 from ..validation import check_device, check_int, check_plain, explain_failure, refuse
 from . import torch_ops
-from .native import CPU_DTYPES, arch_on, by_name, kernel_file, values_of
+from .native import arch_on, by_name, float_element, kernel_file, values_of
 
 _rows: dict[torch.device, Tensor] = {}
 
@@ -143,11 +142,7 @@ def _kernel(name: str, device: torch.device) -> tuple[str, int]:
 
 
 def _logits_kernel(logits: torch.Tensor) -> tuple[str, int]:
-    # other dtypes are refused, before the kernel is used
-    return _kernel(
-        FORMATS_BY_DTYPE[logits.dtype if logits.dtype in CPU_DTYPES else torch.float32].element,
-        logits.device,
-    )
+    return _kernel(float_element(logits.dtype), logits.device)
 
 
 def sampling_workspace(device: torch.device | str) -> torch.Tensor:

@@ -10,16 +10,13 @@ import torch
 from torch import Tensor
 
 from ..jit import manifest
-from ..metadata.kv_cache import FORMATS_BY_DTYPE
 from ..validation import check_plain, check_types, refuse
-from .native import CPU_DTYPES, by_name, kernel_file
+from .native import by_name, float_element, kernel_file
 
 
 @cache
 def _kernel_file(dtype: torch.dtype, device: torch.device) -> str:
-    # other dtypes are refused, before the kernel is used
-    stored = FORMATS_BY_DTYPE[dtype if dtype in CPU_DTYPES else torch.float32]
-    return kernel_file(manifest.merge_states_name(stored.element), device)
+    return kernel_file(manifest.merge_states_name(float_element(dtype)), device)
 
 
 def merge_states(

@@ -155,8 +155,9 @@ __device__ __forceinline__ void rotate_head(float (&x)[kColumns], int32_t head_d
   }
 }
 
-/// Whether the levels of a rotation are one for each bit of a lane's number and of the number of a register: halves of
-/// a head pair up, or a lane's columns are neighbors.
+/// Whether lanes rotate the columns that they have. Each level of a rotation combines columns whose numbers differ in
+/// one bit. So each bit must be of the lane or of the register. That holds if the two halves of a head pair up, or if a
+/// lane's columns are neighbors.
 ATTN_HD bool rotates_in_place(const QkvParams& p) {
   const bool has_pairs = p.rotary_dim > 0 && p.is_interleaved == 0;
   return rotation_block(p.head_dim) == p.head_dim && (!has_pairs || p.rotary_dim == p.head_dim);
