@@ -296,8 +296,9 @@ def check_kv_dtype(
         token_scales,
         f"True with kv_dtype={kv_dtype!r}",
     )
-    if token_scales and kv_dtype not in TOKEN_SCALED_FORMATS:
-        *others, last = map(repr, TOKEN_SCALED_FORMATS)
+    token_scaled = (*TOKEN_SCALED_FORMATS,)  # a tuple: kv_dtype may be anything, also without a hash
+    if token_scales and kv_dtype not in token_scaled:
+        *others, last = map(repr, token_scaled)
         refuse("kv_dtype", kv_dtype, f"{', '.join(others)} or {last} with token_scales=True")
     if kv_dtype is None:
         return dtype

@@ -192,6 +192,7 @@ REFUSED = {
     r"kv_dtype is None, must be torch.float8_e4m3fn, torch.int8, 'int4', .* with token_scales=": {},
     r"kv_dtype is torch.float8_e5m2, must be torch.float8_e4m3fn, ": {"kv_dtype": torch.float8_e5m2},
     r"kv_dtype is torch.uint8, must be torch.float8_e4m3fn, ": {"kv_dtype": torch.uint8},
+    r"kv_dtype is \{\}, must be torch.float8_e4m3fn, ": {"kv_dtype": {}},  # not hashable
     r"head_dim_v is 48, must be a multiple of 32 with kv_dtype='int4'": {
         "kv_dtype": INT4,
         "head_dim_v": 48,
