@@ -658,8 +658,8 @@ FAMILIES = {
 
 
 def matrix() -> str:
-    """The served families, as a Markdown table (docs/engines.md). Neighbors with the same demands and answers
-    share a row.
+    """The served families, as a Markdown table (docs/engines.md): on CPUs, or on an H200 if a family runs only
+    there (docs/reports/models.md). Neighbors with the same demands and answers share a row.
     """
     lines = ["| models | attention | vLLM | SGLang |", "|---|---|---|---|"]
     rows: dict[tuple[str, ...], list[str]] = {}
@@ -671,8 +671,6 @@ def matrix() -> str:
 
 
 def _cell(family: Family, engine: str) -> str:
-    if engine in family.only_gpu:
-        return "not tested"
     if engine in family.refused:
         return "refused"
     return "yes" if engine in family.engines else f"not in {ENGINE_NAMES[engine]}"
