@@ -658,8 +658,8 @@ FAMILIES = {
 
 
 def matrix() -> str:
-    """The served families, as a Markdown table (docs/engines.md): on CPUs, or on an H200 if a family runs only
-    there (docs/reports/models.md). Neighbors with the same demands and answers share a row.
+    """The served families, as a Markdown table (docs/engines.md). Families that run only on a GPU were served
+    on an H200 (docs/reports/models.md). Neighbors with the same demands and answers share a row.
     """
     lines = ["| models | attention | vLLM | SGLang |", "|---|---|---|---|"]
     rows: dict[tuple[str, ...], list[str]] = {}
